@@ -313,8 +313,9 @@ class ReplicaReply:
 
 
 Broadcast = Callable[..., Awaitable[list[ReplicaReply]]]
-"""``outrider.actors.serve_seam.broadcast.broadcast(handle, method, *args, timeout_s=...)``. Whoever asks all replicas
-gets it passed in: it leans on Serve's private names, which this side of the seam knows nothing of."""
+"""The type of ``outrider.actors.serve_adapter.broadcast.broadcast(handle, method, *args, timeout_s=...)``.
+
+It is passed in, since only the adapter uses private names of Serve."""
 
 
 async def sign(target: Any, replica_id: str, method: str, args: tuple[Any, ...]) -> ReplicaReply:

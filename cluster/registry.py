@@ -1,4 +1,4 @@
-"""The named Ray actor that holds an application's ``Membership``. Control only: it is not on the path of a round."""
+"""The named Ray actor that holds an application's ``DrafterRegistry``. It is not on the path of a round."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import ray
 
+from outrider.cluster.drafter_registry import Assignment, DrafterRegistry, LinkGrant, LinkReport, Member, Verifier, Work
 from outrider.cluster.head import on_head
 from outrider.cluster.link.authentication import new_secret
-from outrider.cluster.membership import Assignment, LinkGrant, LinkReport, Member, Membership, Verifier, Work
 from outrider.cluster.placement import NAMESPACE
 
 HEARTBEAT_S = 10.0
@@ -22,14 +22,14 @@ EXPIRES_S = 60.0
 
 
 class Registry:
-    """Keeps Membership in an actor, and ends itself when the last replica is gone.
+    """Keeps DrafterRegistry in an actor, and ends itself when the last replica is gone.
 
     Ray does not restart it: a replica that misses it makes a new one, which heartbeats and verifiers fill again within
     seconds.
     """
 
     def __init__(self) -> None:
-        self._members = Membership()
+        self._members = DrafterRegistry()
         self._secret = new_secret()
         self._reaper: asyncio.Task | None = None
 
@@ -42,7 +42,7 @@ class Registry:
         self._members.leave(replica)
 
     async def drain(self, replica: str) -> list[str]:
-        """See Membership.drain."""
+        """See DrafterRegistry.drain."""
         return self._members.drain(replica)
 
     async def grant(self, verifier: Verifier, unreachable: set[str], last_epoch: int) -> LinkGrant | None:

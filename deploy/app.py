@@ -179,9 +179,9 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     Raises ConfigError for tokenizers that differ in more than added tokens. What no node has room for waits in Ray.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
-    from outrider.actors.serve_seam.autoscaling import serve_autoscaling, serve_pool_autoscaling
-    from outrider.actors.serve_seam.broadcast import broadcast
-    from outrider.actors.serve_seam.living import is_stopping
+    from outrider.actors.serve_adapter.autoscaling import serve_autoscaling, serve_pool_autoscaling
+    from outrider.actors.serve_adapter.broadcast import broadcast
+    from outrider.actors.serve_adapter.living import is_stopping
     from outrider.actors.serving.drafter_pool import MOVE_WITHIN_S, DrafterPool
     from outrider.actors.serving.ingress import Ingress
     from outrider.actors.serving.replica import Target
@@ -325,7 +325,7 @@ def part_of(most: int, parts: int) -> int:
 
 def routing(config: OutriderConfig) -> RequestRouterConfig:
     """How callers choose among target replicas."""
-    from outrider.actors.serve_seam.request_router import TargetRouter
+    from outrider.actors.serve_adapter.request_router import TargetRouter
 
     serving = config.serving
     cached = {} if config.target.engine_args.get("enable_prefix_caching", True) else {"prefix_affinity": 0.0}

@@ -25,9 +25,9 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 
 from outrider.actors.observability.start_up import stages_in
-from outrider.actors.serve_seam import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT, REFLECTION, SERVICES
-from outrider.actors.serve_seam.broadcast import broadcast
-from outrider.actors.serve_seam.living import end_controller, patient_with_ray
+from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT, REFLECTION, SERVICES
+from outrider.actors.serve_adapter.broadcast import broadcast
+from outrider.actors.serve_adapter.living import end_controller, patient_with_ray
 from outrider.actors.serving.owners import TOKEN_VARIABLE
 from outrider.cluster.config import ConfigError, OutriderConfig, ServingConfig
 from outrider.cluster.installed import import_early

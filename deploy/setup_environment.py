@@ -109,8 +109,8 @@ def verify(accelerator: str) -> None:
         f"import torch, transformers, {flashinfer}ray.serve\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel\n"
         "from vllm.platforms import current_platform as p; assert p.is_cpu() or p.is_cuda(), p.device_type\n"
-        "import outrider.actors.serving.replica, outrider.actors.vllm_seam.target_engine\n"
-        "import outrider.actors.vllm_seam.target_worker, outrider.v1.generation_pb2_grpc"
+        "import outrider.actors.serving.replica, outrider.actors.vllm_adapter.target_engine\n"
+        "import outrider.actors.vllm_adapter.target_worker, outrider.v1.generation_pb2_grpc"
     )
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     # Not in the source tree, so that an installation that misses our packages is noticed.

@@ -23,7 +23,7 @@ def run(job: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    from outrider.actors.vllm_seam.engine_args import target_engine_arguments
+    from outrider.actors.vllm_adapter.engine_args import target_engine_arguments
     from outrider.cluster.config import parse_config
 
     arguments = target_engine_arguments(parse_config(job["config"]))

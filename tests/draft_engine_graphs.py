@@ -244,9 +244,9 @@ if __name__ == "__main__":
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
     from outrider.actors.drafter.engine import Draw, StepPlan, StepRow
-    from outrider.actors.vllm_seam.draft_engine import DraftEngine
-    from outrider.actors.vllm_seam.engine_args import drafter_vllm_config
-    from outrider.actors.vllm_seam.paged_forward import PagedForward
+    from outrider.actors.vllm_adapter.draft_engine import DraftEngine
+    from outrider.actors.vllm_adapter.engine_args import drafter_vllm_config
+    from outrider.actors.vllm_adapter.paged_forward import PagedForward
     from outrider.cluster.config import DraftModelConfig
     from outrider.cluster.link.messages import DraftSampling
     from tests.tensor_attention import READ, Builder, TensorAttention, keys_and_values

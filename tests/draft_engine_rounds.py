@@ -24,33 +24,33 @@ NUM_BLOCKS = 500
 class Side:
     """One drafter, which works until it has answered."""
 
-    def __init__(self, link, strategy):
-        self.link, self.strategy = link, strategy
+    def __init__(self, link, proposer):
+        self.link, self.proposer = link, proposer
         self.sequence = None
 
     def open(self, request, prompt, sampling):
-        self.sequence = self.strategy.new_sequence((self.link, request))
+        self.sequence = self.proposer.new_sequence((self.link, request))
         self.sequence.add_prompt(Open(request, len(prompt), 0, prompt, 4, sampling))
-        self.strategy.open(self.sequence)
+        self.proposer.open(self.sequence)
         self.work_off()
 
     def commit(self, commit):
-        answers = self.strategy.commit(self.sequence, commit) or self.work_until_answered()
+        answers = self.proposer.commit(self.sequence, commit) or self.work_until_answered()
         return [answer.proposals for answer in answers]
 
     def work_until_answered(self):
         while True:
-            work, answers = self.strategy.plan()
+            work, answers = self.proposer.plan()
             if work is not None:
                 work.execute()
-                answers = answers + self.strategy.complete(work)
+                answers = answers + self.proposer.complete(work)
             if answers or work is None:
                 return answers
 
     def work_off(self):
-        while (work := self.strategy.plan()[0]) is not None:
+        while (work := self.proposer.plan()[0]) is not None:
             work.execute()
-            self.strategy.complete(work)
+            self.proposer.complete(work)
 
 
 def outcome(rng, sequence, drafts):
@@ -101,13 +101,13 @@ def play(rng, ahead, at_once, sampling, request):
             continue  # the next commit comes while what is drafted ahead is half done
         ahead.work_off()
     for side in (ahead, at_once):
-        side.strategy.close(side.sequence)
+        side.proposer.close(side.sequence)
     return agree, differ, origins, drafted
 
 
 def main(model, section):
-    from outrider.actors.vllm_seam.draft_engine import DraftEngine
-    from outrider.actors.vllm_seam.engine_args import drafter_vllm_config
+    from outrider.actors.vllm_adapter.draft_engine import DraftEngine
+    from outrider.actors.vllm_adapter.engine_args import drafter_vllm_config
     from outrider.cluster.config import DraftModelConfig
 
     config = DraftModelConfig(
@@ -139,29 +139,29 @@ def main(model, section):
         for name, sampling in SAMPLINGS.items():
             rng = random.Random(5)
             # Changes of the vocabulary between the two answers would be differences: the second follows the first.
-            ahead = Side(1, DraftModelStrategy(engine, 16, limits, vocabulary, itertools.count().__next__))
-            at_once = Side(2, DraftModelStrategy(engine, 16, LookaheadLimits(ahead=False)))
+            ahead = Side(1, DraftModelProposer(engine, 16, limits, vocabulary, itertools.count().__next__))
+            at_once = Side(2, DraftModelProposer(engine, 16, LookaheadLimits(ahead=False)))
             agree, differ, origins, drafted = 0, [], {}, []
             for request in range(3):
                 same, other, seen, drafts = play(rng, ahead, at_once, sampling, request)
                 agree, differ, drafted = agree + same, differ + other, drafted + drafts
                 origins = {origin: origins.get(origin, 0) + seen.get(origin, 0) for origin in {*origins, *seen}}
             ahead.work_off(), at_once.work_off()
-            strategy = ahead.strategy
+            proposer = ahead.proposer
             report[f"{name}{', cut' if cut else ''}"] = {
                 "agree": agree,
                 "differ": differ,
                 "origins": origins,
                 "drafted": drafted,
                 "graphs": engine.take_graph_hits(),
-                "usage": {**strategy.usage(), "kv_cache_usage": engine.kv_cache_usage},
+                "usage": {**proposer.usage(), "kv_cache_usage": engine.kv_cache_usage},
             }
     print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from outrider.actors.drafter.draft_model import DraftModelStrategy
+    from outrider.actors.drafter.draft_model import DraftModelProposer
     from outrider.actors.drafter.planner import LookaheadLimits
     from outrider.actors.drafter.vocabulary import DraftVocabulary
     from outrider.cluster.link.messages import Commit, DraftSampling, Open

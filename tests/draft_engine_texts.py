@@ -16,10 +16,10 @@ def main(model, target):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from outrider.actors.drafter.draft_model import DraftModelStrategy
+    from outrider.actors.drafter.draft_model import DraftModelProposer
     from outrider.actors.drafter.planner import LookaheadLimits
-    from outrider.actors.vllm_seam.draft_engine import DraftEngine
-    from outrider.actors.vllm_seam.engine_args import drafter_vllm_config
+    from outrider.actors.vllm_adapter.draft_engine import DraftEngine
+    from outrider.actors.vllm_adapter.engine_args import drafter_vllm_config
     from outrider.cluster.config import DraftModelConfig
     from outrider.cluster.link.messages import Commit, DraftSampling, Open
 
@@ -27,18 +27,18 @@ def main(model, target):
         method="draft_model", model=model, dtype="float32", max_model_len=512, kv_cache_memory_bytes=64 << 20
     )
     engine = DraftEngine(drafter_vllm_config(config, None, None), in_process=True)
-    strategy = DraftModelStrategy(engine, 64, LookaheadLimits(ahead=False))
+    proposer = DraftModelProposer(engine, 64, LookaheadLimits(ahead=False))
     tokenizer, plain = AutoTokenizer.from_pretrained(target), AutoModelForCausalLM.from_pretrained(model).float()
     drafts, wanted = [], []
     for handle, prompt in enumerate(PROMPTS):
         ids = tokenizer(prompt)["input_ids"]
-        sequence = strategy.new_sequence((1, handle))
+        sequence = proposer.new_sequence((1, handle))
         sequence.add_prompt(Open(handle, len(ids) - 1, 0, ids[:-1], WANTED, DraftSampling()))
-        strategy.open(sequence)
-        answers = strategy.commit(sequence, Commit(handle, len(ids) - 1, ids[-1:], WANTED, WANTED))
-        while (work := strategy.plan()[0]) is not None:
+        proposer.open(sequence)
+        answers = proposer.commit(sequence, Commit(handle, len(ids) - 1, ids[-1:], WANTED, WANTED))
+        while (work := proposer.plan()[0]) is not None:
             work.execute()
-            answers = answers + strategy.complete(work)
+            answers = answers + proposer.complete(work)
         drafts.append([int(token) for token in answers[-1].proposals.token_ids])
         text = torch.tensor([ids])
         for _ in range(WANTED):

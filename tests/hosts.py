@@ -13,9 +13,9 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT
+from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
 from outrider.cluster.config import parse_config
-from outrider.cluster.membership import LinkReport
+from outrider.cluster.drafter_registry import LinkReport
 from outrider.deploy.ports import pick_free_port
 from tests.clusters import served_on
 from tests.pools import MAX_TOKENS, PROMPT, ask_registry, by_target

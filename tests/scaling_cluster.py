@@ -21,7 +21,7 @@ from ray.serve._private.common import (
 from ray.serve._private.config import DeploymentConfig
 from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 
-from outrider.actors.serve_seam.autoscaling import PeriodicPolicy, serve_autoscaling
+from outrider.actors.serve_adapter.autoscaling import PeriodicPolicy, serve_autoscaling
 from outrider.actors.serving.autoscaling import Report
 from outrider.cluster.config import AutoscalingConfig
 from tests.clock import Clock

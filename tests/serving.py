@@ -18,7 +18,7 @@ import ray
 from ray import serve
 from ray.core.generated import gcs_pb2
 
-from outrider.actors.serve_seam import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT
+from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT
 from outrider.actors.serving.owners import TOKEN_VARIABLE
 from outrider.cluster.config import DraftModelConfig, GatewayConfig, OutriderConfig, ServingConfig, parse_config
 from outrider.cluster.placement import NAMESPACE, available_cores

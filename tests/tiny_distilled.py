@@ -11,7 +11,7 @@ import torch
 
 from outrider.actors.learning.draft_models import load
 from outrider.actors.learning.texts import TOP
-from outrider.actors.vllm_seam.offline_answers import TOGETHER, Answer
+from outrider.actors.vllm_adapter.offline_answers import TOGETHER, Answer
 from outrider.deploy.distill.models import load_tokenizer
 from outrider.deploy.distill.prompts import read_prompts, tokens_of
 from outrider.deploy.distill.run import Settings, distill

@@ -1,1 +1,1 @@
-"""How a drafter drafts: the loop, and one strategy per method."""
+"""How a drafter drafts: the loop, and one proposer per method."""

@@ -19,11 +19,11 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outrider.actors.drafter.hang_watch import end_when_hung
-from outrider.actors.drafter.load import load_strategy, warm_up
+from outrider.actors.drafter.load import load_proposer, warm_up
 from outrider.actors.drafter.loop import DraftLoop, LinkSink
-from outrider.actors.drafter.suffix import MAX_CACHED_TOKENS, AnswerPart, SuffixStrategy
+from outrider.actors.drafter.suffix import MAX_CACHED_TOKENS, AnswerPart, SuffixProposer
 from outrider.actors.drafter.suffix_pool import PoolMember, RayPool
-from outrider.actors.learning.lessons import LessonBook
+from outrider.actors.learning.training_samples import SampleCollector
 from outrider.actors.observability.logs import configure as configure_logging
 from outrider.cluster.config import DraftModelConfig, RemoteConfig, SpeculationConfig, SuffixConfig
 from outrider.cluster.installed import import_early
@@ -62,7 +62,7 @@ ENGINE_ENVIRONMENT = {
 
 
 class Drafter:
-    """Loads its strategy at construction. Ray restarts it when it dies; verifiers then link anew."""
+    """Loads its proposer at construction. Ray restarts it when it dies; verifiers then link anew."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class Drafter:
         # A link needs it, and its import takes seconds in which everybody would wait for the drafter; now nobody does.
         import_early("torch.distributed")
         try:
-            self._strategy = load_strategy(config, speculation, ranks, placement_group, num_common_tokens)
-            self._loop = DraftLoop(self._strategy, lessons=_lesson_book(config))
+            self._proposer = load_proposer(config, speculation, ranks, placement_group, num_common_tokens)
+            self._loop = DraftLoop(self._proposer, lessons=_lesson_book(config))
             # No link is accepted, and nobody watches for hangs, before this returns: what is compiled may take minutes.
             # A loop that fails later ends the process: links break at once, targets decode plainly, and Ray starts a
             # fresh drafter.
-            self._loop.start(lambda: warm_up(self._strategy, speculation.draft_top_n), lambda: os._exit(1))
+            self._loop.start(lambda: warm_up(self._proposer, speculation.draft_top_n), lambda: os._exit(1))
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 raise  # the replica reports it as the start-up error it is
@@ -182,35 +182,35 @@ class Drafter:
     def _start_learning(self, config: RemoteConfig) -> LearningMember | None:
         if not isinstance(config, DraftModelConfig) or config.learn is None:
             return None
-        from outrider.actors.drafter.draft_model import DraftModelStrategy
-        from outrider.actors.drafter.learning import LearningMember, RayTeacher
-        from outrider.actors.drafter.several import SeveralStrategy
+        from outrider.actors.drafter.draft_model import DraftModelProposer
+        from outrider.actors.drafter.learning import LearningMember, RayTrainerClient
+        from outrider.actors.drafter.lookup_drafters import LookupDrafters
 
-        model = self._strategy.model if isinstance(self._strategy, SeveralStrategy) else self._strategy
-        assert isinstance(model, DraftModelStrategy)
+        model = self._proposer.model if isinstance(self._proposer, LookupDrafters) else self._proposer
+        assert isinstance(model, DraftModelProposer)
         name = ray.get_runtime_context().get_actor_name() or secrets.token_hex(8)
-        learning = LearningMember(RayTeacher(self._app_name, config), self._loop, model, name)
+        learning = LearningMember(RayTrainerClient(self._app_name, config), self._loop, model, name)
         learning.start()
         return learning
 
     def _join_pool(self, config: RemoteConfig) -> PoolMember | None:
         """Learn from the suffix drafters of the application's other replicas, and teach them."""
-        strategy = self._strategy
+        proposer = self._proposer
         if isinstance(config, DraftModelConfig) and "suffix" in config.beside:
-            from outrider.actors.drafter.several import SeveralStrategy
+            from outrider.actors.drafter.lookup_drafters import LookupDrafters
 
-            assert isinstance(strategy, SeveralStrategy)
-            config, strategy = SuffixConfig(method="suffix"), strategy.lookups["suffix"]
+            assert isinstance(proposer, LookupDrafters)
+            config, proposer = SuffixConfig(method="suffix"), proposer.lookups["suffix"]
         if not isinstance(config, SuffixConfig) or not config.suffix_decoding_max_cached_requests:
             return None
-        assert isinstance(strategy, SuffixStrategy)
+        assert isinstance(proposer, SuffixProposer)
 
         def learn(parts: list[AnswerPart]) -> None:
-            strategy.learn(parts)
+            proposer.learn(parts)
             self._loop.wake()
 
         pool = RayPool(self._app_name, MAX_CACHED_TOKENS)
-        member = PoolMember(strategy.name, pool, strategy.take_parts, learn)
+        member = PoolMember(proposer.name, pool, proposer.take_parts, learn)
         member.start()
         return member
 
@@ -229,9 +229,9 @@ class Drafter:
             os._exit(1)
 
 
-def _lesson_book(config: RemoteConfig) -> LessonBook | None:
+def _lesson_book(config: RemoteConfig) -> SampleCollector | None:
     learn = config.learn if isinstance(config, DraftModelConfig) else None
-    return None if learn is None else LessonBook()
+    return None if learn is None else SampleCollector()
 
 
 async def find_actor(name: str) -> Any:

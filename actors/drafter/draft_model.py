@@ -16,8 +16,8 @@ from outrider.actors.drafter.model_sequence import NUM_ALTERNATIVES, ModelSequen
 from outrider.actors.drafter.outcomes import OutcomeModel, StepCost
 from outrider.actors.drafter.pause import Pause, Pauses
 from outrider.actors.drafter.planner import DraftStep, LookaheadLimits, StepPlanner
+from outrider.actors.drafter.proposer import S, Work
 from outrider.actors.drafter.sequence import Answer, Foreseen, SequenceKey
-from outrider.actors.drafter.strategy import S, Work
 from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.actors.observability.histogram import Histogram
 from outrider.cluster.link.messages import Commit, DraftOrigin, ProposalStatus
@@ -67,8 +67,8 @@ class WeightsChange:
         self.swap(self.engine.load_weights)
 
 
-class DraftModelStrategy:
-    """Implements DraftStrategy."""
+class DraftModelProposer:
+    """Implements Proposer."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """What the drafter asks of its draft model's engine: one step over many rows, and KV blocks for them. Pure.
 
-`Engine` is as much of an engine as drafting's policy needs; `vllm_seam/draft_engine.py` has the real one. A `StepPlan`
+`Engine` is what drafting needs of an engine; `vllm_adapter/draft_engine.py` implements it on vLLM. A `StepPlan`
 travels to every rank of it, and what was `Drawn` comes back from the first: plain data both.
 """
 

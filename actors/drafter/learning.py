@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.hang_watch import STEP, SWAP
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.shared_actor import Member, SharedActor, get_or_create
@@ -41,7 +41,7 @@ FETCH_TIMEOUT_S = 120.0
 """For the tensors of a version, which may lie on another node."""
 
 
-class Teacher(Protocol):
+class TrainerClient(Protocol):
     """The trainer as a drafter sees it; may raise whatever a call to another process raises."""
 
     def exchange(self, report: Report, taught: list[Text]) -> Update:
@@ -66,7 +66,7 @@ def trainer_options(learn: LearningConfig) -> dict[str, Any]:
     return {"num_gpus": learn.num_gpus, "max_concurrency": 8, "runtime_env": {"env_vars": OWN_GPUS}}
 
 
-class RayTeacher:
+class RayTrainerClient:
     def __init__(self, app_name: str, config: DraftModelConfig) -> None:
         learn = config.learn
         assert learn is not None
@@ -108,11 +108,11 @@ class RayTeacher:
 
 class LearningMember(Member):
     def __init__(
-        self, teacher: Teacher, loop: DraftLoop, strategy: DraftModelStrategy, drafter: str | None = None
+        self, teacher: TrainerClient, loop: DraftLoop, proposer: DraftModelProposer, drafter: str | None = None
     ) -> None:
         """drafter: the same after a restart; None: there is none."""
         super().__init__("trainer", self._once)
-        self._teacher, self._loop, self._strategy = teacher, loop, strategy
+        self._teacher, self._loop, self._proposer = teacher, loop, proposer
         self._name = drafter or secrets.token_hex(8)
         self._held: tuple[str, int] | None = None
         """Trainer and number of the version that was dealt with last; None: none was."""
@@ -162,7 +162,7 @@ class LearningMember(Member):
             logger.error("version %s is refused: it holds numbers that are not finite", update.version)
             return
         self._taking = update.version
-        self._loop.change(partial(self._strategy.change_weights, partial(self._swap, update.version, tensors)))
+        self._loop.change(partial(self._proposer.change_weights, partial(self._swap, update.version, tensors)))
 
     def _swap(
         self,
@@ -199,7 +199,7 @@ class LearningMember(Member):
         return at_work
 
     def go_back(self, number: int) -> tuple[int | None, str]:
-        """For all drafters of the trainer's, this one too, with the next exchange. See Teacher."""
+        """For all drafters of the trainer's, this one too, with the next exchange. See TrainerClient."""
         return self._teacher.go_back(number)
 
     def status(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ for cost as in the Virtual Token Counter of LLM servers (Sheng et al., OSDI 2024
 
 - A link's weight is what its drafts bring: the share of them that its target accepts, with a floor.
 - Nobody is behind the clock by more than a few steps. Steps of rows and of prompts take turns by another rule
-  (`DraftModelStrategy.plan`), and a link whose prompts wait while others have rows shall not be owed more and more.
+  (`DraftModelProposer.plan`), and a link whose prompts wait while others have rows shall not be owed more and more.
 - In any one step a link gets half of its share at least, in whole pieces, whatever it had before, if it has that much
   to do: 32 long prompts of a link that was held back must not keep another's short one waiting.
 

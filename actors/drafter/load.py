@@ -1,4 +1,4 @@
-"""Loading the strategy that a drafter's configuration asks for, and warming it up."""
+"""Loading the proposer that a drafter's configuration asks for, and warming it up."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from outrider.actors.drafter.ngram import NgramStrategy
-from outrider.actors.drafter.strategy import DraftStrategy
-from outrider.actors.drafter.suffix import MAX_CACHED_TOKENS, SuffixStrategy
+from outrider.actors.drafter.ngram import NgramProposer
+from outrider.actors.drafter.proposer import Proposer
+from outrider.actors.drafter.suffix import MAX_CACHED_TOKENS, SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.actors.drafter.vocabulary import DraftVocabulary, trained_on
 from outrider.cluster.config import (
@@ -28,7 +28,7 @@ from outrider.cluster.modes import Mode
 from outrider.cluster.placement import RankPlacement
 
 if TYPE_CHECKING:
-    from outrider.actors.vllm_seam.draft_engine import DraftEngine
+    from outrider.actors.vllm_adapter.draft_engine import DraftEngine
 
 _CUT_VOCAB_SIZE = 32768
 _LEAST_CUT = 2048
@@ -39,23 +39,23 @@ _SIDE_BRANCHES = DraftSampling(Mode.COUPLED, temperature=1e6, top_k=3)
 """Three tokens are equally likely, whatever the model: so side branches are begun, whose first block is a copy."""
 
 
-def load_strategy(
+def load_proposer(
     config: RemoteConfig,
     speculation: SpeculationConfig,
     ranks: RankPlacement | None,
     placement_group: Any,
     num_common_tokens: int | None = None,
-) -> DraftStrategy[Any]:
-    """The strategy, its model loaded. num_common_tokens: ids from there on mean other tokens to the target, or none; a
+) -> Proposer[Any]:
+    """The proposer, its model loaded. num_common_tokens: ids from there on mean other tokens to the target, or none; a
     draft model proposes none of them."""
     if isinstance(config, SuffixConfig):
-        return _suffix_strategy(config)
+        return _suffix_proposer(config)
     if isinstance(config, NgramConfig):
-        return _ngram_strategy(config)
-    from outrider.actors.drafter.draft_model import DraftModelStrategy
+        return _ngram_proposer(config)
+    from outrider.actors.drafter.draft_model import DraftModelProposer
     from outrider.actors.drafter.planner import LookaheadLimits
-    from outrider.actors.vllm_seam.draft_engine import DraftEngine
-    from outrider.actors.vllm_seam.engine_args import drafter_vllm_config
+    from outrider.actors.vllm_adapter.draft_engine import DraftEngine
+    from outrider.actors.vllm_adapter.engine_args import drafter_vllm_config
 
     if ranks is not None and ray.get_runtime_context().was_current_actor_reconstructed:
         # The ranks of the life before may still be on their way out, and hold their names.
@@ -69,35 +69,35 @@ def load_strategy(
         max_rows=config.max_draft_rows,
     )
     vocabulary = cut_head(config, engine, num_common_tokens)
-    strategy = DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary)
+    proposer = DraftModelProposer(engine, config.prefill_chunk_tokens, limits, vocabulary)
     if num_common_tokens is not None:
-        strategy.limit_vocabulary(num_common_tokens)
+        proposer.limit_vocabulary(num_common_tokens)
     if not config.beside:
-        return strategy
-    from outrider.actors.drafter.several import SeveralStrategy
+        return proposer
+    from outrider.actors.drafter.lookup_drafters import LookupDrafters
 
-    return SeveralStrategy(strategy, {method: _look_up(method) for method in config.beside})
+    return LookupDrafters(proposer, {method: _look_up(method) for method in config.beside})
 
 
-def _look_up(method: str) -> DraftStrategy[Any]:
+def _look_up(method: str) -> Proposer[Any]:
     """With the settings that it has by default as a drafter of its own."""
     if method == "suffix":
-        return _suffix_strategy(SuffixConfig(method="suffix"))
-    return _ngram_strategy(NgramConfig(method="ngram"))
+        return _suffix_proposer(SuffixConfig(method="suffix"))
+    return _ngram_proposer(NgramConfig(method="ngram"))
 
 
-def _ngram_strategy(config: NgramConfig) -> NgramStrategy:
-    return NgramStrategy(config.prompt_lookup_min, config.prompt_lookup_max)
+def _ngram_proposer(config: NgramConfig) -> NgramProposer:
+    return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
 
 
-def _suffix_strategy(config: SuffixConfig) -> SuffixStrategy:
+def _suffix_proposer(config: SuffixConfig) -> SuffixProposer:
     limits = SuffixLimits(
         config.suffix_decoding_max_tree_depth,
         config.suffix_decoding_max_spec_factor,
         config.suffix_decoding_min_token_prob,
     )
     cached = config.suffix_decoding_max_cached_requests, MAX_CACHED_TOKENS
-    return SuffixStrategy(limits, *cached, name=secrets.token_hex(8))
+    return SuffixProposer(limits, *cached, name=secrets.token_hex(8))
 
 
 def cut_head(
@@ -137,20 +137,20 @@ def vocabulary_to_cut_to(
     return DraftVocabulary(vocab_size, size, always=end_token_ids, at_first=own)
 
 
-def warm_up(strategy: DraftStrategy[Any], draft_top_n: int) -> None:
+def warm_up(proposer: Proposer[Any], draft_top_n: int) -> None:
     """Prefills and drafts in every way, side branches included, so that no live step sets up anything lazily. Belongs
     on the thread that runs the steps."""
-    from outrider.actors.drafter.draft_model import DraftModelStrategy
-    from outrider.actors.drafter.several import SeveralStrategy
+    from outrider.actors.drafter.draft_model import DraftModelProposer
+    from outrider.actors.drafter.lookup_drafters import LookupDrafters
 
-    model = strategy.model if isinstance(strategy, SeveralStrategy) else strategy
+    model = proposer.model if isinstance(proposer, LookupDrafters) else proposer
     _draft_in_every_way(model, draft_top_n)
-    if isinstance(model, DraftModelStrategy):
+    if isinstance(model, DraftModelProposer):
         model.forget_step_times()  # the first steps compiled kernels, and draft lengths depend on the times
         _draft_in_every_way(model, draft_top_n)
 
 
-def _draft_in_every_way(strategy: DraftStrategy[Any], draft_top_n: int) -> None:
+def _draft_in_every_way(proposer: Proposer[Any], draft_top_n: int) -> None:
     for sampling in (
         DraftSampling(),
         DraftSampling(Mode.REJECTION, temperature=1.0, top_n=draft_top_n),
@@ -159,19 +159,19 @@ def _draft_in_every_way(strategy: DraftStrategy[Any], draft_top_n: int) -> None:
         DraftSampling(Mode.COUPLED, temperature=1.0, top_p=0.9),
         _SIDE_BRANCHES,
     ):
-        sequence = strategy.new_sequence((0, 0))
+        sequence = proposer.new_sequence((0, 0))
         sequence.add_prompt(Open(0, 64, 0, [0] * 64, num_speculative_tokens=2, sampling=sampling))
-        strategy.open(sequence)
-        _work_off(strategy)
-        strategy.commit(sequence, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))
-        strategy.delivered()
-        _work_off(strategy)
-        strategy.close(sequence)
-    _work_off(strategy)
-    strategy.unlink(0)
+        proposer.open(sequence)
+        _work_off(proposer)
+        proposer.commit(sequence, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))
+        proposer.delivered()
+        _work_off(proposer)
+        proposer.close(sequence)
+    _work_off(proposer)
+    proposer.unlink(0)
 
 
-def _work_off(strategy: DraftStrategy[Any]) -> None:
-    while (work := strategy.plan()[0]) is not None:
+def _work_off(proposer: Proposer[Any]) -> None:
+    while (work := proposer.plan()[0]) is not None:
         work.execute()
-        strategy.complete(work)
+        proposer.complete(work)

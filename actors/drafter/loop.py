@@ -3,11 +3,11 @@
 `deliver` runs on the link's receive thread, `run` on the loop's own; a lock guards every sequence, and nobody holds it
 while the model works. In the order in which it happens:
 
-1. deliver: `Open` brings a prompt, in pieces; when it is whole, the strategy opens the sequence.
+1. deliver: `Open` brings a prompt, in pieces; when it is whole, the proposer opens the sequence.
 2. deliver: a `Commit` extends its text. What has been drafted ahead for this outcome is the answer, sent at once,
-   whatever step runs meanwhile: a hit is answered in the time of a look-up, unless the strategy finds that the step
+   whatever step runs meanwhile: a hit is answered in the time of a look-up, unless the proposer finds that the step
    that runs is worth a wait. Else the sequence is due.
-3. run: the strategy plans its most urgent work: a step over those that are due and, as far as there is room, ahead for
+3. run: the proposer plans its most urgent work: a step over those that are due and, as far as there is room, ahead for
    the others; a piece of a prompt; a pause, where a target is about to ask; or nothing, until something arrives.
 4. run: the work is executed, without the lock.
 5. run: its results are taken, among them the answers nobody had foreseen, which are sent.
@@ -26,22 +26,22 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from outrider.actors.drafter.hang_watch import STEP
+from outrider.actors.drafter.proposer import Proposer
 from outrider.actors.drafter.sequence import Answer, Foreseen, Sequence, SequenceKey
-from outrider.actors.drafter.strategy import DraftStrategy
-from outrider.actors.learning.lessons import LessonBook
 from outrider.actors.learning.texts import Text
+from outrider.actors.learning.training_samples import SampleCollector
 from outrider.cluster.link import Link, LinkBroken
 from outrider.cluster.link.codec import pack
 from outrider.cluster.link.messages import (
-    Ahead,
     Close,
     Commit,
-    Lesson,
     Message,
     Name,
     Open,
+    PrefetchedProposal,
     Proposals,
     ProposalStatus,
+    TrainingSample,
 )
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 class ProposalSink(Protocol):
     """Where one link's proposals go."""
 
-    def send(self, proposals: abc.Sequence[Proposals | Ahead], work_us: int) -> None: ...
+    def send(self, proposals: abc.Sequence[Proposals | PrefetchedProposal], work_us: int) -> None: ...
 
 
 class LinkSink:
@@ -59,7 +59,7 @@ class LinkSink:
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def send(self, proposals: abc.Sequence[Proposals | Ahead], work_us: int) -> None:
+    def send(self, proposals: abc.Sequence[Proposals | PrefetchedProposal], work_us: int) -> None:
         with suppress(LinkBroken):
             self._link.post(pack(list(proposals), self._link.capacity_words), work_us=work_us)
 
@@ -69,14 +69,14 @@ class DraftLoop:
 
     def __init__(
         self,
-        strategy: DraftStrategy[Any],
+        proposer: Proposer[Any],
         clock: abc.Callable[[], float] = time.perf_counter,
-        lessons: LessonBook | None = None,
+        lessons: SampleCollector | None = None,
     ) -> None:
         """lessons: where what targets teach goes; None: nowhere."""
         self._lessons = lessons
         self.sequences: dict[SequenceKey, Sequence] = {}
-        self._strategy = strategy
+        self._proposer = proposer
         self._clock = clock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -98,7 +98,7 @@ class DraftLoop:
             if link_id in self._sinks:  # else it broke meanwhile
                 for message in messages:
                     answers += self._apply((link_id, message.request), message, arrived)
-                answers += self._strategy.delivered()
+                answers += self._proposer.delivered()
                 self._wake()
             outgoing = self._outgoing(answers)
         _send(outgoing)
@@ -107,7 +107,7 @@ class DraftLoop:
     def limit_vocabulary(self, size: int) -> None:
         """Before a link to a target with so many tokens delivers anything. Raises ValueError."""
         with self._lock:
-            self._strategy.limit_vocabulary(size)
+            self._proposer.limit_vocabulary(size)
 
     def start(self, warm_up: abc.Callable[[], None], on_failure: abc.Callable[[], None]) -> None:
         """Runs on a thread of its own until stop(), after `warm_up` there, and returns when that is done.
@@ -115,7 +115,7 @@ class DraftLoop:
         Steps run on the thread that has warmed up because cuBLAS keeps handles and workspaces for each thread.
 
         Args:
-            warm_up: has the strategy to itself.
+            warm_up: has the proposer to itself.
             on_failure: called when the loop has failed. Everything that the process drafts is suspect then.
 
         Raises:
@@ -140,12 +140,12 @@ class DraftLoop:
         warmed.result()
 
     def run(self) -> None:
-        """Until stop(). An exception of the strategy ends the loop: its state can no longer be trusted."""
+        """Until stop(). An exception of the proposer ends the loop: its state can no longer be trusted."""
         while not self._stopped:
             self._at_work[STEP] = next(self._numbers)
             with self._lock:
                 self._arrived = False
-                work, answers = self._strategy.plan()
+                work, answers = self._proposer.plan()
                 outgoing = self._outgoing(answers)
             _send(outgoing)
             if work is None:
@@ -154,8 +154,8 @@ class DraftLoop:
             work.execute()
             with self._lock:
                 self.steps += work.is_step
-                answers = self._strategy.complete(work)
-                outgoing = self._outgoing(answers, self._strategy.foreseen())
+                answers = self._proposer.complete(work)
+                outgoing = self._outgoing(answers, self._proposer.foreseen())
             _send(outgoing)
         self._at_work.pop(STEP, None)
 
@@ -168,11 +168,11 @@ class DraftLoop:
             self._sequence(key).name = message.request_id
         elif isinstance(message, Close):
             self._close(key)
-        elif isinstance(message, Lesson):
+        elif isinstance(message, TrainingSample):
             self._learn(key, message)
         return []
 
-    def _learn(self, key: SequenceKey, lesson: Lesson) -> None:
+    def _learn(self, key: SequenceKey, lesson: TrainingSample) -> None:
         sequence = self.sequences.get(key)
         if self._lessons is not None and sequence is not None and sequence.is_open:
             self._lessons.add(key, sequence.text, lesson, sequence.is_greedy)
@@ -188,7 +188,7 @@ class DraftLoop:
             self._close(key)
             sequence = self._sequence(key)
             sequence.name = name
-        return self._strategy.open(sequence) if sequence.add_prompt(piece) else []
+        return self._proposer.open(sequence) if sequence.add_prompt(piece) else []
 
     def _commit(self, key: SequenceKey, commit: Commit, arrived: float) -> list[Answer]:
         sequence = self.sequences.get(key)
@@ -196,7 +196,7 @@ class DraftLoop:
             # The verifier must open it again.
             stranger = Sequence(key)
             return [stranger.no_drafts(ProposalStatus.UNKNOWN_REQUEST, commit.base_committed_len)]
-        answers = self._strategy.commit(sequence, commit)
+        answers = self._proposer.commit(sequence, commit)
         is_asked = commit.num_wanted > 0 and not commit.has_drafts
         sequence.asked_len, sequence.asked_at = (commit.committed_len if is_asked else None), arrived
         if commit.has_drafts:
@@ -206,7 +206,7 @@ class DraftLoop:
 
     def _sequence(self, key: SequenceKey) -> Sequence:
         if key not in self.sequences:
-            self.sequences[key] = self._strategy.new_sequence(key)
+            self.sequences[key] = self._proposer.new_sequence(key)
         return self.sequences[key]
 
     def _close(self, key: SequenceKey) -> None:
@@ -214,15 +214,15 @@ class DraftLoop:
         if sequence is not None and sequence.is_open:
             if self._lessons is not None:
                 self._lessons.close(key, sequence.text, sequence.is_greedy)
-            self._strategy.close(sequence)
+            self._proposer.close(sequence)
 
     def _outgoing(
         self, answers: abc.Sequence[Answer], foreseen: abc.Sequence[Foreseen] = ()
-    ) -> list[tuple[ProposalSink, list[Proposals | Ahead], int]]:
+    ) -> list[tuple[ProposalSink, list[Proposals | PrefetchedProposal], int]]:
         """What to send on each link, to be sent without the lock. The work that counts is what a target waited for."""
         now = self._clock()
-        step_us = self._strategy.step_us() if answers or foreseen else 0
-        by_link: dict[int, list[Proposals | Ahead]] = {}
+        step_us = self._proposer.step_us() if answers or foreseen else 0
+        by_link: dict[int, list[Proposals | PrefetchedProposal]] = {}
         waited: dict[int, float] = {}
         for sequence, proposals in answers:
             link_id, _ = sequence.key
@@ -266,7 +266,7 @@ class DraftLoop:
             self._sinks.pop(link_id, None)
             for key in [key for key in self.sequences if key[0] == link_id]:
                 self._close(key)
-            self._strategy.unlink(link_id)
+            self._proposer.unlink(link_id)
             self._wake()
 
     def stop(self) -> None:
@@ -283,14 +283,14 @@ class DraftLoop:
     def dropped_lessons(self) -> int:
         return 0 if self._lessons is None else self._lessons.dropped
 
-    def change(self, strategy_change: abc.Callable[[], None]) -> None:
-        """Something of the strategy's own, which may give it work. Any thread."""
+    def change(self, proposer_change: abc.Callable[[], None]) -> None:
+        """Something of the proposer's own, which may give it work. Any thread."""
         with self._lock:
-            strategy_change()
+            proposer_change()
             self._wake()
 
     def wake(self) -> None:
-        """The strategy has work that did not come over a link."""
+        """The proposer has work that did not come over a link."""
         with self._lock:
             self._wake()
 
@@ -302,15 +302,15 @@ class DraftLoop:
     def usage(self) -> dict[str, float]:
         with self._lock:
             counts = {"rounds": self.rounds, "drafted": self.drafted, "steps": self.steps, "links": len(self._sinks)}
-            return {**self._strategy.usage(), **counts}
+            return {**self._proposer.usage(), **counts}
 
     def metrics(self) -> dict[str, Any]:
         """What it holds and what it has counted since its start."""
         with self._lock:
-            counted = self._strategy.counters()
+            counted = self._proposer.counters()
         return {**self.usage(), **counted}
 
 
-def _send(outgoing: list[tuple[ProposalSink, list[Proposals | Ahead], int]]) -> None:
+def _send(outgoing: list[tuple[ProposalSink, list[Proposals | PrefetchedProposal], int]]) -> None:
     for sink, proposals, work_us in outgoing:
         sink.send(proposals, work_us)

@@ -18,7 +18,14 @@ import numpy as np
 
 from outrider.actors.drafter.engine import Draw, Drawn
 from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
-from outrider.cluster.link.messages import Ahead, Commit, DraftOrigin, DraftSampling, ProposalStatus, SparseQ
+from outrider.cluster.link.messages import (
+    Commit,
+    DraftOrigin,
+    DraftSampling,
+    PrefetchedProposal,
+    ProposalStatus,
+    SparseQ,
+)
 
 CATCH_UP_TOKENS = 32
 """Committed tokens a draft step may feed per sequence; further behind, it is prefill."""
@@ -30,7 +37,7 @@ NUM_ALTERNATIVES = 2
 
 
 @dataclass(eq=False, slots=True)
-class Line:
+class DraftChain:
     """Tokens from absolute position `start` on, each following the last. Grows at its end only.
 
     tokens: at positions start, start + 1 ...; drawn: None for a token that is taken as given (the outcome a side
@@ -94,7 +101,7 @@ class SideBranch:
     each KV group, the branch's block table as far as its own blocks go.
     """
 
-    line: Line
+    line: DraftChain
     value: float
     private: tuple[dict[int, int], ...] = ()
     blocks: tuple[list[int], ...] = ()
@@ -111,7 +118,7 @@ class ModelSequence(Sequence):
         self.max_len = 0
         """Of the draft model; neither text nor drafts go beyond."""
 
-        self.main = Line(0)
+        self.main = DraftChain(0)
         self.sides: dict[tuple[int, int], SideBranch] = {}
         """By (position, token) of the outcome's next token."""
 
@@ -169,7 +176,7 @@ class ModelSequence(Sequence):
         sampling, length = self.sampling, len(self.text)
         self.engine_id, self.max_len = engine_id, max_len
         self.num_wanted = self.num_on_miss = self.num_speculative_tokens
-        self.main, self.spawned_to = Line(length), length
+        self.main, self.spawned_to = DraftChain(length), length
         samples_q = sampling.mode.samples_q and sampling.top_n > 0
         self.free_of_rounds = not samples_q
         likeliest = DraftSampling(biases=sampling.biases, only_biased=sampling.only_biased)
@@ -193,7 +200,7 @@ class ModelSequence(Sequence):
         """Main line tokens after the text."""
         return self.main.end - self.committed_len
 
-    def token_ids(self, line: Line, start: int, end: int) -> list[int]:
+    def token_ids(self, line: DraftChain, start: int, end: int) -> list[int]:
         """The tokens at positions start to end - 1 as `line` sees them: text, main line up to where it starts, line."""
         ids = self.text[start : min(end, len(self.text))]
         if end > len(self.text):
@@ -206,7 +213,7 @@ class ModelSequence(Sequence):
 
     # What to draft next.
 
-    def next_draw(self, line: Line) -> Draw | None:
+    def next_draw(self, line: DraftChain) -> Draw | None:
         """How `line` goes on; None: it is long enough, or must not."""
         base, position = self.committed_len, line.end
         if line.ended or position >= self.max_len:
@@ -227,7 +234,7 @@ class ModelSequence(Sequence):
     def _draw(self, sampling: DraftSampling, position: int, round_start: int) -> Draw:
         return Draw(sampling, position, position if self.free_of_rounds else round_start, NUM_ALTERNATIVES)
 
-    def drew(self, line: Line, draw: Draw, drawn: Drawn) -> bool:
+    def drew(self, line: DraftChain, draw: Draw, drawn: Drawn) -> bool:
         """Take the result of a step that fed all of `line`. False: a commit has made it pointless meanwhile."""
         if not self.holds(line) or line.end != draw.position:
             return False
@@ -237,7 +244,7 @@ class ModelSequence(Sequence):
         line.append(drawn)
         return True
 
-    def holds(self, line: Line) -> bool:
+    def holds(self, line: DraftChain) -> bool:
         if line is self.main:
             return True
         side = self.sides.get((line.start, line.tokens[0])) if line.tokens else None
@@ -272,7 +279,7 @@ class ModelSequence(Sequence):
             # Drawn for the round that starts here, or for any.
             self.origin = DraftOrigin.MAIN_LINE if self.num_drafted > 0 else DraftOrigin.MISS
         else:
-            self.main = Line(end, num_computed=min(main.num_computed, base + matched, end - 1))
+            self.main = DraftChain(end, num_computed=min(main.num_computed, base + matched, end - 1))
         if end < self.given_to:
             self.main.cut(next((at for at in range(end, self.main.end) if self.main.at(at) is None), self.main.end))
         self._drop_sides()
@@ -313,7 +320,7 @@ class ModelSequence(Sequence):
         self._answered(count)
         return answer
 
-    def ahead(self, line: Line) -> Ahead | None:
+    def ahead(self, line: DraftChain) -> PrefetchedProposal | None:
         """All the drafts that are wanted for the outcome that `line` assumes, if the last of them was drawn just now.
         None: they are not all there, or cannot be sent before their round is known."""
         if self.sent is None or not self.num_wanted or not self.free_of_rounds:
@@ -324,7 +331,7 @@ class ModelSequence(Sequence):
         if line.end - at - 1 != self.num_wanted:
             return None
         next_token, *drafts = line.ids(at, line.end)
-        return Ahead(self.key[1], self.committed_len, at, next_token, drafts, origin)
+        return PrefetchedProposal(self.key[1], self.committed_len, at, next_token, drafts, origin)
 
     def take(self, count: int) -> None:
         """The target has had so many of the main line's drafts since before the commit: see `ahead`."""
@@ -339,7 +346,7 @@ class ModelSequence(Sequence):
             same += 1
         if same < len(drafts):
             given = [main.at(start + index) for index in range(same)] + [None] * (len(drafts) - same)
-            self.main = Line(start, list(drafts), given, min(main.num_computed, start + same))
+            self.main = DraftChain(start, list(drafts), given, min(main.num_computed, start + same))
             self.given_to = start + len(drafts)
         self._answered(len(drafts))
         return self.drafts(list(drafts), None, DraftOrigin.MAIN_LINE)
@@ -352,7 +359,7 @@ class ModelSequence(Sequence):
     def begin_again(self) -> None:
         """The engine holds no block of it any more. Answered before."""
         self.drop_everything()
-        self.main = Line(self.committed_len)
+        self.main = DraftChain(self.committed_len)
         self.blocks, self.allocated_to, self.allocated_for = (), 0, 0
         self.lacks_room, self.announced = True, False
 

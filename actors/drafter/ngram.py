@@ -10,8 +10,8 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from outrider.actors.drafter.proposer import Work
 from outrider.actors.drafter.sequence import Answer, Foreseen, Sequence, SequenceKey
-from outrider.actors.drafter.strategy import Work
 from outrider.cluster.link.messages import Commit, ProposalStatus
 
 
@@ -98,8 +98,8 @@ class Reading:
         self.index.read()
 
 
-class NgramStrategy:
-    """Implements DraftStrategy without a model: no KV, and ready when the prompt is read, between rounds if it is long.
+class NgramProposer:
+    """Implements Proposer without a model: no KV, and ready when the prompt is read, between rounds if it is long.
     The text alone decides, so q is one-hot. A look-up is quicker than any lookahead would be, so nothing is drafted
     ahead, and every answer leaves at once."""
 

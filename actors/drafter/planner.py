@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from outrider.actors.drafter.engine import Draw, Drawn, Engine, StepPlan, StepRow
 from outrider.actors.drafter.link_shares import LinkShares, Turns
-from outrider.actors.drafter.model_sequence import Line, ModelSequence, SideBranch
+from outrider.actors.drafter.model_sequence import DraftChain, ModelSequence, SideBranch
 from outrider.actors.drafter.outcomes import Outcome, OutcomeModel, StepCost
 from outrider.actors.drafter.sequence import Answer
 from outrider.cluster.link.messages import ProposalStatus
@@ -87,8 +87,8 @@ class DraftStep:
     engine: Engine
     clock: Callable[[], float]
     plan: StepPlan = field(default_factory=StepPlan)
-    targets: list[tuple[ModelSequence, Line | None]] = field(default_factory=list)
-    draws: dict[Line, Draw] = field(default_factory=dict)
+    targets: list[tuple[ModelSequence, DraftChain | None]] = field(default_factory=list)
+    draws: dict[DraftChain, Draw] = field(default_factory=dict)
     fed: dict[int, int] = field(default_factory=dict)
     num_fed: int = 0
     worth: float = 0.0
@@ -101,7 +101,7 @@ class DraftStep:
         self.drawn = self.engine.run(self.plan)
         self.seconds = self.clock() - self.started
 
-    def add(self, row: StepRow, sequence: ModelSequence, line: Line | None) -> None:
+    def add(self, row: StepRow, sequence: ModelSequence, line: DraftChain | None) -> None:
         num_fed, link_id = len(row.token_ids), sequence.key[0]
         self.plan.rows.append(row)
         self.targets.append((sequence, line))
@@ -320,7 +320,7 @@ class StepPlanner:
         return num_fed
 
     def _add_row(
-        self, step: DraftStep, sequence: ModelSequence, line: Line, blocks: tuple[list[int], ...], draw: Draw
+        self, step: DraftStep, sequence: ModelSequence, line: DraftChain, blocks: tuple[list[int], ...], draw: Draw
     ) -> None:
         start = line.num_computed
         ids = sequence.token_ids(line, start, line.end)
@@ -391,7 +391,7 @@ class StepPlanner:
         found = [o for o in found if o.value >= self._cost.row_share and o.position + 1 < sequence.max_len]
         found.sort(key=lambda outcome: -outcome.value)
         for outcome in found[: max(limits.max_side_branches - len(sequence.sides), 0)]:
-            line = Line(outcome.position, [outcome.token], [None], num_computed=outcome.position)
+            line = DraftChain(outcome.position, [outcome.token], [None], num_computed=outcome.position)
             side = SideBranch(line, outcome.value)
             if not self.branches.allocate(sequence.blocks, side, outcome.position + 1 + sequence.num_wanted):
                 return

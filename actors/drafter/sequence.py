@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from outrider.actors.observability import logs
 from outrider.cluster.link.messages import (
-    Ahead,
     Commit,
     DraftOrigin,
     DraftSampling,
     Open,
+    PrefetchedProposal,
     Proposals,
     ProposalStatus,
     SparseQ,
@@ -26,7 +26,7 @@ SequenceKey = tuple[int, int]
 
 
 class Sequence:
-    """Guarded by the draft loop's lock, as everything of a strategy is."""
+    """Guarded by the draft loop's lock, as everything of a proposer is."""
 
     def __init__(self, key: SequenceKey) -> None:
         self.key = key
@@ -41,7 +41,7 @@ class Sequence:
         """The prompt as far as it has arrived; once that is whole, every committed token."""
 
         self.is_open = False
-        """The prompt is whole, and the strategy has it."""
+        """The prompt is whole, and the proposer has it."""
 
         self.num_wanted = self.num_on_miss = 0
         """Of the last commit, see Commit."""
@@ -111,4 +111,4 @@ class Foreseen(NamedTuple):
     """Likewise, before anybody asks."""
 
     sequence: Sequence
-    ahead: Ahead
+    ahead: PrefetchedProposal

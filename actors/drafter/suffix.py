@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, ClassVar
 
+from outrider.actors.drafter.proposer import Work
 from outrider.actors.drafter.sequence import Answer, Foreseen, Sequence, SequenceKey
-from outrider.actors.drafter.strategy import Work
 from outrider.actors.drafter.suffix_index import NO_PATH, Path, SuffixIndex, SuffixLimits, best_path
 from outrider.cluster.link.messages import Commit, ProposalStatus
 
@@ -194,8 +194,8 @@ class SuffixCounters:
 
 
 @dataclass
-class SuffixStrategy:
-    """Implements DraftStrategy without a model. `take_parts` and `learn` may be called from any thread."""
+class SuffixProposer:
+    """Implements Proposer without a model. `take_parts` and `learn` may be called from any thread."""
 
     limits: SuffixLimits
     max_cached_requests: int

@@ -10,7 +10,14 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from outrider.actors.round.length import Estimate
-from outrider.cluster.link.messages import MAX_BIASED_TOKENS, MAX_INT31, MAX_TOP_N, Ahead, DraftSampling, Proposals
+from outrider.cluster.link.messages import (
+    MAX_BIASED_TOKENS,
+    MAX_INT31,
+    MAX_TOP_N,
+    DraftSampling,
+    PrefetchedProposal,
+    Proposals,
+)
 from outrider.cluster.modes import Mode, mode_for
 
 if TYPE_CHECKING:
@@ -112,7 +119,7 @@ class Request:
     ended: bool = False
     """Its last token has been committed. Steps that were scheduled before that was known have nothing to do for it."""
 
-    # What is known of the drafter's side of it; actors/round/conversation.py writes these.
+    # What is known of the drafter's side of it; actors/round/drafter_client.py writes these.
 
     handle: int | None = None
     """Stands for the request on the link. Never used twice on a link, so an answer to an earlier life of the request
@@ -137,11 +144,11 @@ class Request:
     """A continuation of exactly token_ids. Kept until the next commit, whatever becomes of the link: the scheduler may
     hold its drafts, and verification needs the q they were drawn from."""
 
-    ahead: dict[tuple[int, int], Ahead] = field(default_factory=dict)
+    ahead: dict[tuple[int, int], PrefetchedProposal] = field(default_factory=dict)
     """What the drafter has sent for outcomes of the round that is being verified, by position and next token."""
 
     teaches: bool = False
-    """The drafter is told what the target thinks of its tokens (actors/round/teaching.py)."""
+    """The drafter is told what the target thinks of its tokens (actors/round/learning_recorder.py)."""
 
     degraded: bool = False
     """It has decoded plainly for another reason than the length controller's choice."""
@@ -177,7 +184,7 @@ class Request:
             sampling = as_drafted(sampling, params, top_n, deployment.vocab_size)
             tenant = sampling.tenant
             if (adapter or shows_pictures) and deployment.remembers_answers:
-                tenant = _tenant_of(tenant, told_apart(adapter, shows_pictures))
+                tenant = _tenant_of(tenant, acceptance_group(adapter, shows_pictures))
             sampling = replace(sampling, tenant=tenant, adapter=deployment.draft_adapters.get(adapter, 0))
         return cls(request_id, params, sampling, token_ids, num_prompt_tokens, max_drafts)
 
@@ -231,7 +238,7 @@ def carried(params: Any) -> dict[str, Any]:
     return ours
 
 
-def told_apart(adapter: str, shows_pictures: bool) -> str:
+def acceptance_group(adapter: str, shows_pictures: bool) -> str:
     """Requests by what their answers and their drafts' acceptance depend on beside the text: an adapter, in whose name
     there are no spaces, and pictures, of which the drafter sees none and the same text may go on in many ways."""
     return f"{adapter} with pictures" if shows_pictures else adapter

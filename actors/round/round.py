@@ -26,24 +26,24 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from outrider.actors.observability.logs import about
 from outrider.actors.observability.tracing import RoundTracer
-from outrider.actors.round.conversation import Conversation
 from outrider.actors.round.deadline import RoundDeadline
+from outrider.actors.round.drafter_client import DrafterClient
+from outrider.actors.round.learning_recorder import LearningRecorder
 from outrider.actors.round.length import FixedLengths, LengthController, Lengths
-from outrider.actors.round.request import Deployment, Request, carried, told_apart
+from outrider.actors.round.request import Deployment, Request, acceptance_group, carried
 from outrider.actors.round.statistics import RoundStatistics, RoundTimes
-from outrider.actors.round.teaching import Teaching
 from outrider.cluster.config import LinkConfig
+from outrider.cluster.drafter_registry import Work
 from outrider.cluster.link.link import Link
 from outrider.cluster.link.messages import (
-    Ahead,
     CloseReason,
     DraftOrigin,
     Message,
+    PrefetchedProposal,
     Proposals,
     ProposalStatus,
     SparseQ,
 )
-from outrider.cluster.membership import Work
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Round:
         *,
         names_requests: bool = False,
         tracer: RoundTracer | None = None,
-        teaching: Teaching | None = None,
+        teaching: LearningRecorder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """names_requests: tell the drafter their ids, for its log. tracer: where rounds are traced. teaching: with a
@@ -171,7 +171,7 @@ class Round:
         self._tracer = tracer
         self._teaching = teaching
         self._deadline = RoundDeadline(link.round_deadline_ms / 1e3, link.round_deadline_steps)
-        self._drafter = Conversation(self.requests, link.link_deadline_ms / 1e3, clock, names_requests)
+        self._drafter = DrafterClient(self.requests, link.link_deadline_ms / 1e3, clock, names_requests)
         self._lagging = False
         """The last answer was late: no waiting until the drafter is heard from."""
 
@@ -403,7 +403,7 @@ class Round:
         if self._tracer is not None and (headers := carried(arrival.params).get("trace_headers")) is not None:
             request.trace = self._tracer.track(headers)
         if request.max_drafts:
-            kind = told_apart(arrival.adapter, shown)
+            kind = acceptance_group(arrival.adapter, shown)
             estimate = self._guarded(self._lengths.track, request.max_drafts, kind)
             request.estimate = estimate or request.estimate
         if self._teaching is not None:
@@ -449,7 +449,9 @@ class Round:
             self._lagging = False
 
     def _take(self, messages: Sequence[Message], nbytes: int, waited_s: float) -> None:
-        drafted = sum(bool(message.token_ids) for message in messages if isinstance(message, Proposals | Ahead))
+        drafted = sum(
+            bool(message.token_ids) for message in messages if isinstance(message, Proposals | PrefetchedProposal)
+        )
         self.statistics.count_frame(drafted, nbytes)
         for request, answer in self._drafter.hear(messages):
             if answer.status is ProposalStatus.OK:

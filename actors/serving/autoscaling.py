@@ -1,7 +1,7 @@
 """Decides how many target replicas the load needs.
 
-Serve's controller calls it (``serve_seam.autoscaling``), and applies the delays and limits. docs/autoscaling.md has the
-rules.
+Serve's controller calls it (``serve_adapter.autoscaling``), and applies the delays and limits.
+docs/autoscaling.md has the rules.
 """
 
 from __future__ import annotations

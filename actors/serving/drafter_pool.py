@@ -21,10 +21,10 @@ from outrider.actors.drafter.actor import DrafterStatus, drafter_name, has_loade
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.replica_calls import ReplicaReply, sign
-from outrider.actors.serve_seam.replica_log import serve_log_kept
+from outrider.actors.serve_adapter.replica_log import serve_log_kept
 from outrider.actors.serving.registration import CONTROL_TIMEOUT_S, ENDS_WITHIN_S, Registration
 from outrider.cluster.config import OutriderConfig
-from outrider.cluster.membership import Member, fingerprint
+from outrider.cluster.drafter_registry import Member, fingerprint
 from outrider.cluster.placement import CorePlan, ReplicaPlacement
 
 logger = logging.getLogger("ray.serve.outrider.pool")
@@ -99,7 +99,7 @@ class DrafterPool:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
-        """See serve_seam.broadcast."""
+        """See serve_adapter.broadcast."""
         return await sign(self, self._replica, method, args)
 
     async def metrics(self) -> list[Metric]:

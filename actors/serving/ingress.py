@@ -1,7 +1,7 @@
 """The ingress: the Serve deployment that speaks ``outrider.v1.GenerationService``, ``grpc.health.v1.Health`` and HTTP.
 
 It checks who asks, converts gRPC messages, forwards OpenAI's requests as they are, and chooses nothing about tokens.
-Target replicas are called through their handle, whose router picks one (see serve_seam/request_router.py).
+Target replicas are called through their handle, whose router picks one (see serve_adapter/request_router.py).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Ingress(HandleCalls, HealthCalls):
         return [metric for name, metrics in sorted(found.items()) for metric in label(metrics, ingress=name)]
 
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
-        """See serve_seam.broadcast."""
+        """See serve_adapter.broadcast."""
         return await sign(self, _this_replica(), method, args)
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from outrider.actors.serving.autoscaling import Decision
 from outrider.cluster.config import PoolScalingConfig
-from outrider.cluster.membership import Work
+from outrider.cluster.drafter_registry import Work
 
 POOL_REASONS = ("targets", "gain", "idle", "probe", "no_data")
 """Why a number of drafters is desired (docs/pool.md)."""

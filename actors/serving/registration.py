@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from outrider.actors.serving.answers import answer_within
-from outrider.cluster.membership import Member
+from outrider.cluster.drafter_registry import Member
 from outrider.cluster.registry import HEARTBEAT_S, get_or_create_registry
 
 logger = logging.getLogger("ray.serve.outrider.registration")
@@ -53,7 +53,7 @@ class Registration:
         self._thread.join(wait_s)
 
     async def drain(self) -> list[str]:
-        """See Membership.drain. Raises RayError or TimeoutError."""
+        """See DrafterRegistry.drain. Raises RayError or TimeoutError."""
         if self._registry is None:
             raise TimeoutError("there is no registry")
         users: list[str] = await answer_within(self._registry.drain.remote(self._member.replica), CONTROL_TIMEOUT_S)

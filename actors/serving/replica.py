@@ -38,14 +38,14 @@ from outrider.actors.replica_calls import (
     Tokens,
     sign,
 )
-from outrider.actors.serve_seam.replica_log import serve_log_kept
+from outrider.actors.serve_adapter.replica_log import serve_log_kept
 from outrider.actors.serving.answers import answer_within
 from outrider.actors.serving.co_located import check_co_located
 from outrider.actors.serving.failures import silence_refusal_logs
 from outrider.actors.serving.registration import CONTROL_TIMEOUT_S, Registration
-from outrider.actors.vllm_seam.heartbeat import HEARTBEAT, Heartbeat
+from outrider.actors.vllm_adapter.heartbeat import HEARTBEAT, Heartbeat
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
-from outrider.cluster.membership import Member, fingerprint
+from outrider.cluster.drafter_registry import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
 from outrider.cluster.placement import (
     V1_RUNNER,
@@ -59,7 +59,7 @@ from outrider.cluster.registry import registry_name
 
 if TYPE_CHECKING:
     from outrider.actors.serving.openai.app import OpenAIApp
-    from outrider.actors.vllm_seam.target_engine import TargetEngine
+    from outrider.actors.vllm_adapter.target_engine import TargetEngine
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
@@ -146,7 +146,7 @@ class Target:
                     yield part
 
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
-        """See serve_seam.broadcast."""
+        """See serve_adapter.broadcast."""
         return await sign(self, self._replica, method, args)
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -313,9 +313,9 @@ class Target:
         )
 
     def _start_engine(self) -> TargetEngine:
-        from outrider.actors.vllm_seam.engine_args import target_vllm_config
-        from outrider.actors.vllm_seam.prompts import configured_chat_template
-        from outrider.actors.vllm_seam.target_engine import TargetEngine
+        from outrider.actors.vllm_adapter.engine_args import target_vllm_config
+        from outrider.actors.vllm_adapter.prompts import configured_chat_template
+        from outrider.actors.vllm_adapter.target_engine import TargetEngine
 
         runner = {} if self._config.co_located is not None else V1_RUNNER
         os.environ.update(runner)
@@ -398,9 +398,9 @@ def _import_engine() -> None:
     # OpenAI's own limit is 4, and evaluation harnesses send more.
     os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "16")
     for module in (
-        "outrider.actors.vllm_seam.target_engine",
+        "outrider.actors.vllm_adapter.target_engine",
         "outrider.actors.serving.openai.app",
-        "outrider.actors.vllm_seam.executor",
+        "outrider.actors.vllm_adapter.executor",
     ):
         importlib.import_module(module)
 

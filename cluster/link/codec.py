@@ -10,8 +10,8 @@ request:
     Name       type length request | n | n characters, four a word
     Proposals  type length request | base_committed_len status k n origin step_us | k token ids
                | [k*n q ids | k*n q probabilities]
-    Ahead      type length request | base_committed_len position next_token origin step_us | token ids
-    Lesson     type length request | position n w | n*w ids | n*w log-probabilities, two a word
+    PrefetchedProposal      type length request | base_committed_len position next_token origin step_us | token ids
+    TrainingSample     type length request | position n w | n*w ids | n*w log-probabilities, two a word
 
 seed and tenant are int64, temperature, top_p and min_p are float64, two words each, low word first; biases and q
 probabilities are float32 bits. Where an answer is not to be remembered, the tenant is sent as its complement, which is
@@ -32,20 +32,20 @@ from outrider.cluster.link.frame import HEADER_WORDS
 from outrider.cluster.link.messages import (
     MAX_BIASED_TOKENS,
     TAUGHT_TOP,
-    Ahead,
     Close,
     CloseReason,
     Commit,
     DraftOrigin,
     DraftSampling,
-    Lesson,
     Message,
     MessageError,
     Name,
     Open,
+    PrefetchedProposal,
     Proposals,
     ProposalStatus,
     SparseQ,
+    TrainingSample,
 )
 from outrider.cluster.modes import Mode
 
@@ -98,13 +98,13 @@ def pack(messages: Sequence[Message], capacity_words: int) -> list[np.ndarray]:
             writer.add("Commit", [*head, message.num_wanted, message.num_on_miss, int(message.has_drafts), *ids])
         elif isinstance(message, Proposals):
             _write_proposals(message, writer)
-        elif isinstance(message, Ahead):
+        elif isinstance(message, PrefetchedProposal):
             _write_ahead(message, writer)
         elif isinstance(message, Close):
             writer.add("Close", [_CLOSE, 4, message.request, message.reason])
         elif isinstance(message, Name):
             _write_name(message, writer)
-        elif isinstance(message, Lesson):
+        elif isinstance(message, TrainingSample):
             _write_lesson(message, writer)
         else:
             _write_open(message, writer)
@@ -235,23 +235,25 @@ def _write_proposals(message: Proposals, writer: PayloadWriter) -> None:
         writer.add("Proposals", words, (q.ids.reshape(-1), probs.reshape(-1)))
 
 
-def _write_ahead(message: Ahead, writer: PayloadWriter) -> None:
+def _write_ahead(message: PrefetchedProposal, writer: PayloadWriter) -> None:
     ids = message.token_ids
     head = [_AHEAD, _FIXED_WORDS[_AHEAD] + len(ids), message.request, message.base_committed_len, message.position]
-    writer.add("Ahead", [*head, message.next_token, message.origin, message.step_us, *ids])
+    writer.add("PrefetchedProposal", [*head, message.next_token, message.origin, message.step_us, *ids])
 
 
-def _read_ahead(head: list[int], words: np.ndarray, vocab_size: int, max_tokens_k: int) -> Ahead:
+def _read_ahead(head: list[int], words: np.ndarray, vocab_size: int, max_tokens_k: int) -> PrefetchedProposal:
     _, length, request, base_committed_len, position, next_token, origin, step_us = head[:8]
     fixed = _FIXED_WORDS[_AHEAD]
     if origin not in _ORIGINS:
-        raise MessageError("Ahead.origin", f"unknown origin {origin}")
+        raise MessageError("PrefetchedProposal.origin", f"unknown origin {origin}")
     if length - fixed > max_tokens_k:
-        raise MessageError("Ahead.token_ids", f"{length - fixed} tokens, at most {max_tokens_k} are allowed")
+        raise MessageError(
+            "PrefetchedProposal.token_ids", f"{length - fixed} tokens, at most {max_tokens_k} are allowed"
+        )
     if next_token >= vocab_size:
-        raise MessageError("Ahead.next_token", f"{next_token} is outside a vocabulary of {vocab_size}")
-    token_ids = _token_ids("Ahead.token_ids", words[fixed:], vocab_size)
-    return Ahead(request, base_committed_len, position, next_token, token_ids, _ORIGINS[origin], step_us)
+        raise MessageError("PrefetchedProposal.next_token", f"{next_token} is outside a vocabulary of {vocab_size}")
+    token_ids = _token_ids("PrefetchedProposal.token_ids", words[fixed:], vocab_size)
+    return PrefetchedProposal(request, base_committed_len, position, next_token, token_ids, _ORIGINS[origin], step_us)
 
 
 def _write_name(message: Name, writer: PayloadWriter) -> None:
@@ -270,27 +272,27 @@ def _read_name(head: list[int], words: np.ndarray) -> Name:
     return Name(head[2], encoded[:count].decode("latin-1"))
 
 
-def _write_lesson(message: Lesson, writer: PayloadWriter) -> None:
+def _write_lesson(message: TrainingSample, writer: PayloadWriter) -> None:
     rows, width = message.ids.shape
     log_p = np.zeros(-(-rows * width // 2) * 2, np.float16)
     log_p[: rows * width] = message.log_p.reshape(-1)
     packed = log_p.view(np.int32)
     head = [_LESSON, _FIXED_WORDS[_LESSON] + rows * width + len(packed), message.request, message.position, rows, width]
-    writer.add("Lesson", head, (message.ids.reshape(-1), packed))
+    writer.add("TrainingSample", head, (message.ids.reshape(-1), packed))
 
 
-def _read_lesson(head: list[int], words: np.ndarray, vocab_size: int, max_tokens_k: int) -> Lesson:
+def _read_lesson(head: list[int], words: np.ndarray, vocab_size: int, max_tokens_k: int) -> TrainingSample:
     _, length, request, position, rows, width = head[:6]
     if not (1 <= rows <= max_tokens_k + 1 and 1 <= width <= TAUGHT_TOP):
-        raise MessageError("Lesson.ids", f"{rows} rows of {width} for {max_tokens_k} drafts and one")
+        raise MessageError("TrainingSample.ids", f"{rows} rows of {width} for {max_tokens_k} drafts and one")
     fixed, count = _FIXED_WORDS[_LESSON], rows * width
     if length != fixed + count + -(-count // 2):
-        raise MessageError("Lesson.ids", f"{rows} rows of {width} do not make {length} words")
+        raise MessageError("TrainingSample.ids", f"{rows} rows of {width} do not make {length} words")
     ids = words[fixed : fixed + count].reshape(rows, width).copy()
     if ids.max() >= vocab_size:
-        raise MessageError("Lesson.ids", f"id {ids.max()} is outside a vocabulary of {vocab_size}")
+        raise MessageError("TrainingSample.ids", f"id {ids.max()} is outside a vocabulary of {vocab_size}")
     log_p = words[fixed + count :].copy().view(np.float16)[:count].reshape(rows, width)
-    return Lesson(request, position, ids, log_p)
+    return TrainingSample(request, position, ids, log_p)
 
 
 def _read_open(words: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_words: int | None) -> Open:

@@ -17,9 +17,9 @@ from typing import Any
 import ray
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
+from outrider.cluster.drafter_registry import LinkGrant, LinkReport, Verifier, Work, fingerprint
 from outrider.cluster.link import HANG, Link, LinkError, host_link
 from outrider.cluster.link.rendezvous import check_device
-from outrider.cluster.membership import LinkGrant, LinkReport, Verifier, Work, fingerprint
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.vocabulary import marks_of
 
@@ -53,7 +53,7 @@ class ReplicaIdentity:
     """Name of the registry actor."""
 
 
-class SilentLinks:
+class StuckDrafterDetector:
     """When a drafter is taken for stuck: several links in a row to it were given up because it answered nothing, on all
     but the first of them it said nothing whatever, and together they lasted for as long as an honest step may. Pure.
 
@@ -78,7 +78,7 @@ class SilentLinks:
         return True
 
 
-class Homing:
+class FailbackPolicy:
     """When a verifier that is linked to another drafter than the one it is assigned goes there. Pure.
 
     The other must have answered every look for a while; that while doubles each time it is left again soon after, so a
@@ -157,7 +157,7 @@ class LinkKeeper:
         self._stopping = threading.Event()
         self._broken = threading.Event()
         self._link: Link | None = None
-        self._homing = Homing()
+        self._homing = FailbackPolicy()
         self._look_at = 0.0
         self._report = LinkReport(state="connecting")
         self._given_up = ""
@@ -182,7 +182,7 @@ class LinkKeeper:
     def _run(self) -> None:
         unreachable: set[str] = set()
         retry_s = _FIRST_RETRY_S
-        silent = SilentLinks(self._config.link.link_deadline_ms / 1e3)
+        silent = StuckDrafterDetector(self._config.link.link_deadline_ms / 1e3)
         while not self._stopping.is_set():
             grant: LinkGrant | None = None
             try:

@@ -21,7 +21,7 @@ Q_SUM_TOLERANCE = 1e-3
 """By which the probabilities of a q may miss one: float32, summed."""
 
 TAUGHT_SUM_TOLERANCE = 0.02
-"""By which the probabilities of a row of a Lesson may exceed one: they travel as the exponents of 16-bit numbers."""
+"""How far the probabilities of a TrainingSample's row may exceed one, since they travel as 16-bit logarithms."""
 
 _LOG_P_TOLERANCE = 1e-3
 
@@ -195,7 +195,7 @@ class Commit:
     remember what was verified.
     num_wanted: drafts wanted for the next round; 0: none, and no answer. num_on_miss: if this outcome was not foreseen,
     drafts worth waiting for; with 0 such a commit is answered at once, without drafts.
-    has_drafts: the verifier has as many already, from an Ahead for this outcome, and awaits no answer.
+    has_drafts: the verifier has as many already, from an PrefetchedProposal for this outcome, and awaits no answer.
     """
 
     request: int
@@ -312,7 +312,7 @@ class Proposals:
 
 
 @dataclass(slots=True)
-class Ahead:
+class PrefetchedProposal:
     """Drafts for one outcome of a round that is still being verified, so that the verifier has them when it comes out
     so. Sent once a line's drafts are all there; only where drafts depend on text and seed alone, and their q need not
     travel. One that is lost or comes too late costs nothing: the commit is answered.
@@ -331,14 +331,14 @@ class Ahead:
     step_us: int = 0
 
     def __post_init__(self) -> None:
-        _check_int31("Ahead.request", self.request)
-        _check_int31("Ahead.base_committed_len", self.base_committed_len)
-        _check_int31("Ahead.next_token", self.next_token)
-        _check_int31("Ahead.step_us", self.step_us)
+        _check_int31("PrefetchedProposal.request", self.request)
+        _check_int31("PrefetchedProposal.base_committed_len", self.base_committed_len)
+        _check_int31("PrefetchedProposal.next_token", self.next_token)
+        _check_int31("PrefetchedProposal.step_us", self.step_us)
         if not self.base_committed_len <= self.position <= MAX_INT31:
-            raise MessageError("Ahead.position", f"{self.position} is before {self.base_committed_len}")
+            raise MessageError("PrefetchedProposal.position", f"{self.position} is before {self.base_committed_len}")
         if not self.token_ids:
-            raise MessageError("Ahead.token_ids", "empty: there is nothing to take")
+            raise MessageError("PrefetchedProposal.token_ids", "empty: there is nothing to take")
 
 
 @dataclass(slots=True)
@@ -361,7 +361,7 @@ class Name:
 
 
 @dataclass(slots=True, eq=False)
-class Lesson:
+class TrainingSample:
     """What the target thought of tokens that it has committed, for a drafter that learns. Sent after their Commit, when
     nobody waits for it; one that is lost costs nothing but learning.
 
@@ -376,27 +376,29 @@ class Lesson:
     log_p: np.ndarray
 
     def __post_init__(self) -> None:
-        _check_int31("Lesson.request", self.request)
-        _check_int31("Lesson.position", self.position)
+        _check_int31("TrainingSample.request", self.request)
+        _check_int31("TrainingSample.position", self.position)
         ids, log_p = self.ids, self.log_p
         if ids.dtype != np.int32 or ids.ndim != 2 or ids.size == 0 or ids.shape[1] > TAUGHT_TOP:
-            raise MessageError("Lesson.ids", f"must be int32 [n, {TAUGHT_TOP}], found {ids.dtype} {list(ids.shape)}")
+            raise MessageError(
+                "TrainingSample.ids", f"must be int32 [n, {TAUGHT_TOP}], found {ids.dtype} {list(ids.shape)}"
+            )
         if log_p.dtype != np.float16 or log_p.shape != ids.shape:
-            raise MessageError("Lesson.log_p", f"must be float16 {list(ids.shape)}, found {log_p.dtype}")
+            raise MessageError("TrainingSample.log_p", f"must be float16 {list(ids.shape)}, found {log_p.dtype}")
         in_order = np.sort(ids, axis=1)
         if in_order[:, 0].min() < 0:
-            raise MessageError("Lesson.ids", "a negative id")
+            raise MessageError("TrainingSample.ids", "a negative id")
         if (in_order[:, 1:] == in_order[:, :-1]).any():
-            raise MessageError("Lesson.ids", "an id stands twice in one row")
+            raise MessageError("TrainingSample.ids", "an id stands twice in one row")
         with np.errstate(invalid="ignore"):
             if not (log_p <= _LOG_P_TOLERANCE).all():  # NaN fails
-                raise MessageError("Lesson.log_p", "a log-probability is above 0 or not a number")
+                raise MessageError("TrainingSample.log_p", "a log-probability is above 0 or not a number")
         sums = np.exp(log_p.astype(np.float32)).sum(axis=1)
         if not (sums <= 1 + TAUGHT_SUM_TOLERANCE).all():
-            raise MessageError("Lesson.log_p", f"a row sums to {sums.max():.6g}, more than 1")
+            raise MessageError("TrainingSample.log_p", f"a row sums to {sums.max():.6g}, more than 1")
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Lesson):
+        if not isinstance(other, TrainingSample):
             return NotImplemented
         same = (self.request, self.position) == (other.request, other.position)
         return same and np.array_equal(self.ids, other.ids) and np.array_equal(self.log_p, other.log_p)
@@ -404,7 +406,7 @@ class Lesson:
     __hash__ = None  # type: ignore[assignment]
 
 
-Message: TypeAlias = Open | Commit | Close | Proposals | Ahead | Name | Lesson
+Message: TypeAlias = Open | Commit | Close | Proposals | PrefetchedProposal | Name | TrainingSample
 
 
 def _check_int31(field: str, value: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.actors.learning import draft_models
-from outrider.actors.vllm_seam.offline_answers import TOGETHER
+from outrider.actors.vllm_adapter.offline_answers import TOGETHER
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models
 from outrider.deploy.distill.prompts import PromptFile, spread, tokens_of

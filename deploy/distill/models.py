@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.actors.learning.draft_models import SUPPORTED, tensors_of
 from outrider.actors.learning.texts import TOP
-from outrider.actors.vllm_seam.offline_answers import Engine
+from outrider.actors.vllm_adapter.offline_answers import Engine
 from outrider.cluster.config import ConfigError, EngineConfig
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy import preset

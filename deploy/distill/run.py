@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from outrider.actors.learning import draft_models
 from outrider.actors.learning.texts import Text
-from outrider.actors.vllm_seam.offline_answers import TOGETHER, Engine
+from outrider.actors.vllm_adapter.offline_answers import TOGETHER, Engine
 from outrider.cluster.config import ConfigError
 from outrider.cluster.whole_files import UNFINISHED, whole_directory, whole_file
 from outrider.deploy.bench.machine import machine, versions

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from outrider.actors.learning.texts import HELD_OUT, Text, read_texts
-from outrider.actors.vllm_seam.offline_answers import Answer, Engine, OfflineAnswers
+from outrider.actors.vllm_adapter.offline_answers import Answer, Engine, OfflineAnswers
 from outrider.cluster.whole_files import whole_file
 
 HELD_OUT_SHARE = 0.05

@@ -115,12 +115,12 @@ def write_drafter(directory: Path, step_ms: float) -> Path:
 
 
 def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
-    from outrider.actors.drafter.draft_model import DraftModelStrategy
-    from outrider.actors.drafter.load import load_strategy, warm_up
+    from outrider.actors.drafter.draft_model import DraftModelProposer
+    from outrider.actors.drafter.load import load_proposer, warm_up
     from outrider.actors.drafter.loop import DraftLoop
-    from outrider.actors.vllm_seam import draft_worker
-    from outrider.actors.vllm_seam.draft_engine import DraftEngine
-    from outrider.actors.vllm_seam.paged_forward import PagedForward
+    from outrider.actors.vllm_adapter import draft_worker
+    from outrider.actors.vllm_adapter.draft_engine import DraftEngine
+    from outrider.actors.vllm_adapter.paged_forward import PagedForward
     from outrider.cluster.config import DraftModelConfig, SpeculationConfig
     from tests.bench.emulation.device import Device
     from tests.bench.emulation.model import EmulatedForCausalLM
@@ -133,21 +133,21 @@ def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
         max_model_len=4096,
         kv_cache_memory_bytes=64 << 20,
     )
-    strategy = load_strategy(config, SpeculationConfig(num_speculative_tokens=K), None, None)
-    warm_up(strategy, SpeculationConfig().draft_top_n)
+    proposer = load_proposer(config, SpeculationConfig(num_speculative_tokens=K), None, None)
+    warm_up(proposer, SpeculationConfig().draft_top_n)
     marks = Marks()
     for owner, method, name in (
         (EmulatedForCausalLM, "forward", "launch"),
         (Device, "read", "read"),
         (EmulatedForCausalLM, "compute_logits", "logits"),
         (draft_worker, "draw", "draw"),
-        (DraftModelStrategy, "plan", "plan"),
-        (DraftModelStrategy, "complete", "results"),
+        (DraftModelProposer, "plan", "plan"),
+        (DraftModelProposer, "complete", "results"),
         (DraftEngine, "run", "engine"),
         (PagedForward, "__call__", "inputs"),
     ):
         marks.around(owner, method, name)
-    loop = DraftLoop(strategy)
+    loop = DraftLoop(proposer)
     threading.Thread(target=loop.run, daemon=True).start()
     Target(loop, step_ms * STEPS_UNDER_A_VERIFICATION / 1e3, VOCAB_SIZE).play(rounds)
     loop.stop()

@@ -22,7 +22,7 @@ import torch
 from outrider.actors.learning.draft_models import load
 from outrider.actors.learning.learner import Learner
 from outrider.actors.learning.texts import TOP, Text, general_texts
-from outrider.actors.vllm_seam.offline_answers import Engine, OfflineAnswers
+from outrider.actors.vllm_adapter.offline_answers import Engine, OfflineAnswers
 from outrider.cluster.config import LearningConfig
 from outrider.cluster.link.messages import TAUGHT_TOP
 from outrider.deploy.bench.machine import machine, versions

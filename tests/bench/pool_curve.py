@@ -2,7 +2,7 @@
 
     python -m tests.bench.pool_curve --profiles 70b-8b,70b-1b,32b-0.6b --k 4,8,6 --batches 1,8 --plot curve.png
 
-The drafter's own policy (`DraftModelStrategy`) and the targets' own (`LengthController`) play against each other on a
+The drafter's own policy (`DraftModelProposer`) and the targets' own (`LengthController`) play against each other on a
 clock of the simulation's own, with an emulated pair's step times and text. What is not there: vLLM, Ray, the link, and
 with them all host work but a fixed time for each round and each draft step. `tests.bench.emulated_speed` has those;
 docs/emulation.md holds the two against each other.
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.drafter.model_sequence import ModelSequence
 from outrider.actors.drafter.pause import Pause
@@ -136,18 +136,18 @@ class Request:
 class Target:
     """One batch, whose requests never end."""
 
-    def __init__(self, link_id: int, batch: int, k: int, time: StepTime, world: World, strategy: Any) -> None:
-        self._time, self._world, self._strategy = time, world, strategy
+    def __init__(self, link_id: int, batch: int, k: int, time: StepTime, world: World, proposer: Any) -> None:
+        self._time, self._world, self._proposer = time, world, proposer
         self._lengths = LengthController(k)
         self.requests: dict[Any, Request] = {}
         self.rounds = self.tokens = 0
         self._wait_s = self._asked_s = self._step_s = self.first_s = 0.0
         for handle in range(batch):
-            sequence = strategy.new_sequence((link_id, handle))
+            sequence = proposer.new_sequence((link_id, handle))
             prompt = [(link_id * batch + handle) % TOKENS.lanes] * PROMPT_TOKENS
             sequence.add_prompt(Open(handle, PROMPT_TOKENS, 0, prompt, k, DraftSampling()))
             self.requests[sequence] = Request(sequence, self._lengths.track(k))
-            strategy.open(sequence)
+            proposer.open(sequence)
 
     def begin(self) -> None:
         self._world.at(self._world.now, self._step)
@@ -204,10 +204,10 @@ class Target:
             commit = Commit(
                 request.sequence.key[1], request.sequence.committed_len, ids_, wanted.k, min(wanted.k_miss, wanted.k)
             )
-            at_hand += self._strategy.commit(request.sequence, commit)
-        at_hand += self._strategy.delivered()
+            at_hand += self._proposer.commit(request.sequence, commit)
+        at_hand += self._proposer.delivered()
         for answer in at_hand:
-            answer.proposals.step_us = self._strategy.step_us()
+            answer.proposals.step_us = self._proposer.step_us()
         if not any(request.waits for request in requests):
             self._step()
         for answer in at_hand:
@@ -218,17 +218,17 @@ def simulate(profile: Profile, text: Text, num_targets: int, batch: int, k: int,
     """Tokens a second of one target on average, and a round's tokens of one request."""
     world = World()
     engine = PlayedEngine(world, profile.drafter, text)
-    strategy = DraftModelStrategy(engine, 2048, LookaheadLimits(), clock=lambda: world.now)
-    targets = [Target(link_id, batch, k, profile.target, world, strategy) for link_id in range(1, num_targets + 1)]
+    proposer = DraftModelProposer(engine, 2048, LookaheadLimits(), clock=lambda: world.now)
+    targets = [Target(link_id, batch, k, profile.target, world, proposer) for link_id in range(1, num_targets + 1)]
 
     def hear(answers: Sequence[Answer]) -> None:
         for answer in answers:
-            answer.proposals.step_us = strategy.step_us()
+            answer.proposals.step_us = proposer.step_us()
             targets[answer.sequence.key[0] - 1].hear(answer)
 
     def work_off(until: Callable[[], bool]) -> None:
         while not until():
-            work, answers = strategy.plan()
+            work, answers = proposer.plan()
             hear(answers)
             if work is None:
                 world.pass_to_next()
@@ -237,7 +237,7 @@ def simulate(profile: Profile, text: Text, num_targets: int, batch: int, k: int,
                 world.pass_while(work)
             else:
                 work.execute()
-            hear(strategy.complete(work))
+            hear(proposer.complete(work))
 
     for target in targets:
         world.at(world.now, target.begin)

@@ -27,7 +27,7 @@ from typing import Any
 
 import ray
 
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT
+from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
 from outrider.cluster.config import parse_config
 from outrider.cluster.placement import available_cores
 from outrider.deploy.bench.machine import machine, versions

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.engine import Drawn
-from outrider.actors.drafter.ngram import NgramStrategy
+from outrider.actors.drafter.lookup_drafters import MODEL, DrafterSelector, LookupDrafters
+from outrider.actors.drafter.ngram import NgramProposer
 from outrider.actors.drafter.planner import LookaheadLimits
-from outrider.actors.drafter.several import MODEL, Judge, SeveralStrategy
-from outrider.actors.drafter.strategy import DraftStrategy, Work
-from outrider.actors.drafter.suffix import SuffixStrategy
+from outrider.actors.drafter.proposer import Proposer, Work
+from outrider.actors.drafter.suffix import SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.cluster.link.messages import Commit, DraftSampling, ProposalStatus
 from tests.unit.drafter.drive import Drive
@@ -99,30 +99,30 @@ class PlayedEngine(MemoryEngine):
         return Drawn(token, confidence=self.right)
 
 
-class ModelAlone(Judge):
+class ModelAlone(DrafterSelector):
     """But for whether it is waited for."""
 
     def choose(self, record, offers):  # type: ignore[no-untyped-def]
         return super().choose(record, [offer for offer in offers if offer.drafter == MODEL])
 
 
-def strategy_of(
+def proposer_of(
     only: str | None, clock: Callable[[], float], engine: PlayedEngine, limits: LookaheadLimits | None = None
-) -> DraftStrategy[Any]:
-    lookups: dict[str, DraftStrategy[Any]] = {
-        "ngram": NgramStrategy(2, 4),
-        "suffix": SuffixStrategy(SuffixLimits(24, 1.0, 0.1), 1000, 100_000, "a"),
+) -> Proposer[Any]:
+    lookups: dict[str, Proposer[Any]] = {
+        "ngram": NgramProposer(2, 4),
+        "suffix": SuffixProposer(SuffixLimits(24, 1.0, 0.1), 1000, 100_000, "a"),
     }
     if only in lookups:
         return lookups[only]
-    strategy = SeveralStrategy(DraftModelStrategy(engine, 128, limits, clock=clock), lookups, clock)
+    proposer = LookupDrafters(DraftModelProposer(engine, 128, limits, clock=clock), lookups, clock)
     if only == MODEL:
-        strategy.judge = ModelAlone(list(strategy.judge.chosen))
-    return strategy
+        proposer.judge = ModelAlone(list(proposer.judge.chosen))
+    return proposer
 
 
 class Play:
-    """Requests, one after the other, through a strategy."""
+    """Requests, one after the other, through a proposer."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class Play:
         self.now, self._times, self._sampling = 0.0, times, sampling
         self.rounds = 0
         self._engine = PlayedEngine(self._step)
-        self.strategy = strategy_of(only, lambda: self.now, self._engine, limits)
-        self._drive = Drive(self.strategy)
+        self.proposer = proposer_of(only, lambda: self.now, self._engine, limits)
+        self._drive = Drive(self.proposer)
         self._requests = 0
         self._under_way: tuple[Work, float] | None = None
         """And when it ends."""

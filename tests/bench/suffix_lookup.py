@@ -12,14 +12,14 @@ import sys
 import time
 from pathlib import Path
 
-from outrider.actors.drafter.suffix import SuffixSequence, SuffixStrategy
+from outrider.actors.drafter.suffix import SuffixProposer, SuffixSequence
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.cluster.link.messages import Commit, DraftSampling, Open
 
 PROMPT, ANSWER, K = 4096, 1024, 8
 
 
-def opened(drafter: SuffixStrategy, key: tuple[int, int], prompt: list[int]) -> SuffixSequence:
+def opened(drafter: SuffixProposer, key: tuple[int, int], prompt: list[int]) -> SuffixSequence:
     sequence = drafter.new_sequence(key)
     sequence.add_prompt(Open(key[1], len(prompt), 0, prompt, 4, DraftSampling()))
     drafter.open(sequence)
@@ -32,7 +32,7 @@ def main() -> None:
     words = re.findall(r" ?\w+|\n\s*|.", "".join(path.read_text() for path in sources))
     ids = {word: number for number, word in enumerate(dict.fromkeys(words))}
     text = [ids[word] for word in words]
-    drafter = SuffixStrategy(SuffixLimits(), 10_000, 2_000_000, "bench")
+    drafter = SuffixProposer(SuffixLimits(), 10_000, 2_000_000, "bench")
     others = text[: -(PROMPT + ANSWER)]
     started = time.process_time()
     for number, start in enumerate(range(0, len(others), 512)):

@@ -18,12 +18,12 @@ REFERENCE = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float3
 from tests.cuda_build import h100  # noqa: F401 - before vLLM, which is then imported on the virtual GPU
 from tests.cuda_build.virtual_gpu import GPU, no_engine_left
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.engine import Draw, StepPlan, StepRow
 from outrider.actors.drafter.load import warm_up
 from outrider.actors.drafter.planner import LookaheadLimits
-from outrider.actors.vllm_seam.draft_engine import DraftEngine
-from outrider.actors.vllm_seam.engine_args import drafter_vllm_config
+from outrider.actors.vllm_adapter.draft_engine import DraftEngine
+from outrider.actors.vllm_adapter.engine_args import drafter_vllm_config
 from outrider.cluster.config import DraftModelConfig
 from outrider.cluster.link.messages import DraftSampling
 
@@ -152,7 +152,7 @@ def main(model: str) -> int:
             run_steps(texts)
         if options.get("graphs") and "kv_cache_dtype" not in options:
             # Every way to draw, and side branches, as before a drafter accepts links.
-            warm_up(DraftModelStrategy(engine, 32, LookaheadLimits(True, 2, MAX_ROWS)), draft_top_n=8)
+            warm_up(DraftModelProposer(engine, 32, LookaheadLimits(True, 2, MAX_ROWS)), draft_top_n=8)
         graphs = {f"graph {each}": count for each, count in engine.take_graph_hits().items()}
         report = {"variant": name, "tokens": texts.draws, "problems": texts.problems}
         print(json.dumps({**report, "launches": {**GPU.launches, **graphs}}), flush=True)

@@ -18,10 +18,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 import outrider.actors.serving.replica
-import outrider.actors.vllm_seam.target_engine  # noqa: F401
-from outrider.actors.vllm_seam.draft_worker import DraftWorker
-from outrider.actors.vllm_seam.target_runner import RoundRunner
-from outrider.actors.vllm_seam.target_worker import TargetWorker
+import outrider.actors.vllm_adapter.target_engine  # noqa: F401
+from outrider.actors.vllm_adapter.draft_worker import DraftWorker
+from outrider.actors.vllm_adapter.target_runner import RoundRunner
+from outrider.actors.vllm_adapter.target_worker import TargetWorker
 
 PACKAGES = (
     "torch", "triton", "vllm", "flashinfer-python", "cuda-python", "cuda-bindings", "nvidia-cutlass-dsl", "ray",

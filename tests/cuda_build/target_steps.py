@@ -25,8 +25,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request
 
-from outrider.actors.vllm_seam.engine_args import target_vllm_config
-from outrider.actors.vllm_seam.target_runner import RoundRunner
+from outrider.actors.vllm_adapter.engine_args import target_vllm_config
+from outrider.actors.vllm_adapter.target_runner import RoundRunner
 from outrider.cluster.config import parse_config
 from outrider.cluster.link.messages import Commit, Message, Open, Proposals, ProposalStatus
 from outrider.cluster.placement import RankPlacement

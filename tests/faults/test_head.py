@@ -23,7 +23,7 @@ import psutil
 import pytest
 import ray
 
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT
+from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
 from outrider.cluster.config import parse_config
 from outrider.deploy.ports import pick_free_port
 from tests.clusters import actor_nodes, served_on

@@ -10,10 +10,10 @@ import pytest
 import ray
 
 from outrider.cluster.config import parse_config
+from outrider.cluster.drafter_registry import Member, fingerprint
 from outrider.cluster.link import HANG, Link
 from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
-from outrider.cluster.membership import Member, fingerprint
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import get_or_create_registry, registry_name
 from tests.serving import Deployments, wait_until

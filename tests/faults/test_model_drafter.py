@@ -9,7 +9,15 @@ import ray
 
 from outrider.cluster.link import Link, LinkError, host_link
 from outrider.cluster.link.codec import frame_capacity_words, pack, unpack
-from outrider.cluster.link.messages import Ahead, Close, CloseReason, Commit, DraftSampling, Open, ProposalStatus
+from outrider.cluster.link.messages import (
+    Close,
+    CloseReason,
+    Commit,
+    DraftSampling,
+    Open,
+    PrefetchedProposal,
+    ProposalStatus,
+)
 from outrider.cluster.registry import application_secret
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, K, drafted, num_accepted, wait_until
@@ -67,8 +75,8 @@ def next_answer(link, ahead):
     while True:
         received = link.poll(HANG_GUARD_S)
         assert received is not None, f"no answer; link: {link.broken}"
-        ahead += [message for message in received.messages if isinstance(message, Ahead)]
-        answers = [message for message in received.messages if not isinstance(message, Ahead)]
+        ahead += [message for message in received.messages if isinstance(message, PrefetchedProposal)]
+        answers = [message for message in received.messages if not isinstance(message, PrefetchedProposal)]
         if answers:
             (answer,) = answers
             return answer

@@ -19,7 +19,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT
+from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
 from outrider.cluster.config import parse_config
 from outrider.cluster.placement import available_cores
 from outrider.deploy.ports import pick_free_port

@@ -41,7 +41,7 @@ def test_drafts_and_their_q_are_those_of_the_cpu(device, vocab_size, cut):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kv_blocks_are_copied_as_layer_by_layer(gpu):
-    from tests.unit.vllm_seam.copies_comparison import compare
+    from tests.unit.vllm_adapter.copies_comparison import compare
 
     def layer_by_layer(caches, num_blocks, copies):
         for cache in {cache.data_ptr(): cache for cache in caches}.values():

@@ -18,7 +18,7 @@ import grpc
 import pytest
 from ray import serve
 
-from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serve_adapter.broadcast import broadcast
 from outrider.deploy.client.sync_client import OutriderError
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, engine, wait_until
 from tests.traffic import running

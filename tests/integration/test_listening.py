@@ -53,7 +53,7 @@ def meet(answer: Any) -> None:
 
 def executor() -> Any:
     """With vLLM: seconds, the first time in a process."""
-    from outrider.actors.vllm_seam import executor
+    from outrider.actors.vllm_adapter import executor
 
     return executor
 

@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 from transformers import LlavaConfig
 
-from outrider.actors.vllm_seam.engine_args import target_vllm_config
+from outrider.actors.vllm_adapter.engine_args import target_vllm_config
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.cluster.placement import RankPlacement
 from tests.plain_engine import greedy_answers

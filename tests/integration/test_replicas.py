@@ -11,7 +11,7 @@ import psutil
 import pytest
 from ray import serve
 
-from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serve_adapter.broadcast import broadcast
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.scrape import parse

@@ -28,7 +28,7 @@ def sampler():
     from vllm.config import VllmConfig
     from vllm.v1.sample.sampler import Sampler
 
-    from outrider.actors.vllm_seam.target_sampler import TargetSampler
+    from outrider.actors.vllm_adapter.target_sampler import TargetSampler
 
     return TargetSampler(VllmConfig(), Sampler(), torch.device("cpu"))
 

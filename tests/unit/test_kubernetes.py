@@ -21,7 +21,7 @@ import pytest
 import yaml
 from ray._private import ray_constants
 
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT
+from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.cluster.placement import placement_of, plan_cores, pool_placement_of
 from outrider.deploy.app import TAKE_DOWN_S, has_room

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.cluster.config import ConfigError, parse_config
+from outrider.cluster.drafter_registry import DrafterRegistry, LinkGrant, LinkReport, Member
 from outrider.cluster.link import HANG, LinkError
 from outrider.cluster.link import keeper as link_keeper
-from outrider.cluster.link.keeper import LOST_S, Homing, LinkKeeper, ReplicaIdentity, SilentLinks
+from outrider.cluster.link.keeper import LOST_S, FailbackPolicy, LinkKeeper, ReplicaIdentity, StuckDrafterDetector
 from outrider.cluster.link.link import LinkCounters
-from outrider.cluster.membership import LinkGrant, LinkReport, Member, Membership
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.vocabulary import marks_of
 from tests.clock import Clock
@@ -40,7 +40,7 @@ class ScriptedKeeper(LinkKeeper):
         self.links = queue.Queue()
         super().__init__(config, identity, vocab_size=9, capacity_words=64, decode=list, on_link=self.links.put)
         self._node = "here"
-        self.members = Membership()
+        self.members = DrafterRegistry()
         self.members.renew(Member("r1", "D1", fingerprint=self._fingerprint), 1e9, now=0)
         self.members.renew(Member("r2", "D2", fingerprint=self._fingerprint), 1e9, now=0)
         self.alive = {"D1", "D2"}
@@ -81,7 +81,7 @@ def prepared(monkeypatch):
     """Not running yet."""
     for constant in ("_WATCH_S", "_LOOK_S", "_FIRST_RETRY_S", "_LONGEST_RETRY_S"):
         monkeypatch.setattr(link_keeper, constant, 0.001)
-    monkeypatch.setattr(Homing, "FIRST_S", 0.005)
+    monkeypatch.setattr(FailbackPolicy, "FIRST_S", 0.005)
     return ScriptedKeeper()
 
 
@@ -121,8 +121,8 @@ def test_at_home_nobody_looks(keeper):
 
 
 def test_a_drafter_that_is_about_to_go_is_left_without_a_while(prepared, monkeypatch):
-    monkeypatch.setattr(Homing, "FIRST_S", 1e6)
-    prepared._homing = Homing()
+    monkeypatch.setattr(FailbackPolicy, "FIRST_S", 1e6)
+    prepared._homing = FailbackPolicy()
     prepared._pooled = True
     prepared.members.leave("r1")
     prepared.members.leave("r2")
@@ -147,7 +147,7 @@ def test_a_borrowed_link_that_breaks_is_replaced_as_any(keeper):
 
 def test_epochs_go_on_behind_those_of_a_registry_that_was_lost(keeper):
     link = keeper.next_link()
-    keeper.members = Membership()
+    keeper.members = DrafterRegistry()
     keeper.members.renew(Member("r1", "D1", fingerprint=keeper._fingerprint), 1e9, now=0)
     lose(keeper, link, set())
     assert keeper.next_link().epoch > link.epoch
@@ -196,7 +196,7 @@ def test_of_drafters_that_are_gone_nothing_is_kept(monkeypatch):
 
 def silent_links(deadline_s, *heard):
     """The number of the link after which the drafter is restarted; None: it is not."""
-    links = SilentLinks(deadline_s)
+    links = StuckDrafterDetector(deadline_s)
     return next((number for number, one in enumerate(heard, 1) if links.ended("D1", f"{HANG}: no answer", one)), None)
 
 
@@ -214,7 +214,7 @@ def test_a_deadline_shorter_than_an_honest_step_costs_no_drafter():
 
 
 def test_what_ends_otherwise_is_no_silence():
-    links = SilentLinks(5.0)
+    links = StuckDrafterDetector(5.0)
     assert not links.ended("D1", f"{HANG}: no answer", False)
     assert not links.ended("D1", "connection lost", False)
     assert not links.ended("D1", f"{HANG}: no answer", False)
@@ -224,7 +224,7 @@ def test_what_ends_otherwise_is_no_silence():
 
 def test_each_drafter_of_a_pool_answers_for_its_own_silence():
     """It drafts for others, too."""
-    links = SilentLinks(5.0)
+    links = StuckDrafterDetector(5.0)
     for drafter in ("D1", "D2", "D3"):
         assert not links.ended(drafter, f"{HANG}: no answer", False)
     assert links.ended("D3", f"{HANG}: no answer", False)
@@ -244,37 +244,37 @@ def looks_until_due(homing, clock):
 
 
 def test_a_borrower_goes_home_when_its_own_has_been_ready_for_a_while(clock):
-    homing = Homing(clock)
+    homing = FailbackPolicy(clock)
     assert not homing.look(False)
     assert not homing.look(True)
-    clock.now += Homing.FIRST_S / 2
+    clock.now += FailbackPolicy.FIRST_S / 2
     assert not homing.look(False), "gone again: the while begins anew"
-    assert looks_until_due(homing, clock) == Homing.FIRST_S
+    assert looks_until_due(homing, clock) == FailbackPolicy.FIRST_S
 
 
 def test_a_home_that_is_left_soon_is_gone_to_less_and_less_often(clock):
-    homing = Homing(clock)
+    homing = FailbackPolicy(clock)
     waits = []
     for _ in range(12):
         waits.append(looks_until_due(homing, clock))
         homing.went_home()
-        clock.now += Homing.SETTLED_S / 2
+        clock.now += FailbackPolicy.SETTLED_S / 2
         homing.link_ended()
-    assert waits[:4] == [Homing.FIRST_S * 2**n for n in range(4)]
-    assert waits[-1] == Homing.LONGEST_S
+    assert waits[:4] == [FailbackPolicy.FIRST_S * 2**n for n in range(4)]
+    assert waits[-1] == FailbackPolicy.LONGEST_S
     homing.went_home()
-    clock.now += Homing.SETTLED_S
+    clock.now += FailbackPolicy.SETTLED_S
     homing.link_ended()
-    assert looks_until_due(homing, clock) == Homing.FIRST_S, "that one lasted"
+    assert looks_until_due(homing, clock) == FailbackPolicy.FIRST_S, "that one lasted"
 
 
 def test_a_home_that_cannot_be_linked_to_is_tried_less_often_and_borrowed_links_say_nothing(clock):
-    homing = Homing(clock)
+    homing = FailbackPolicy(clock)
     homing.link_ended()
-    assert looks_until_due(homing, clock) == Homing.FIRST_S
+    assert looks_until_due(homing, clock) == FailbackPolicy.FIRST_S
     homing.failed()
     homing.link_ended()
-    assert looks_until_due(homing, clock) == 2 * Homing.FIRST_S
+    assert looks_until_due(homing, clock) == 2 * FailbackPolicy.FIRST_S
 
 
 class Inviting(LinkKeeper):

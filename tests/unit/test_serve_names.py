@@ -1,4 +1,4 @@
-"""The installed Ray Serve has every private or alpha name that actors/serve_seam calls or overrides."""
+"""The installed Ray Serve has every private or alpha name that actors/serve_adapter calls or overrides."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ray.serve._private.replica import Replica, ReplicaActor, UserCallableWrappe
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from outrider.actors.serve_seam.replica_log import SERVE_LOGGER
-from outrider.actors.serve_seam.request_router import TargetRouter
+from outrider.actors.serve_adapter.replica_log import SERVE_LOGGER
+from outrider.actors.serve_adapter.request_router import TargetRouter
 
 OVERRIDDEN = [
     name for name in vars(TargetRouter) if hasattr(RequestRouter, name) and not name.startswith(("__", "_abc"))

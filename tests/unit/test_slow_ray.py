@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ray._private import services
 
-from outrider.actors.serve_seam import living
-from outrider.actors.serve_seam.living import patient_with_ray
+from outrider.actors.serve_adapter import living
+from outrider.actors.serve_adapter.living import patient_with_ray
 
 
 def test_a_node_that_is_slow_is_waited_for_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ LIGHT = (
     "outrider.deploy.server",
     "outrider.deploy.app",
     "outrider.actors.serving.replica",  # its class; the replica itself imports vLLM when it is made
-    "outrider.actors.serve_seam.proxy",
+    "outrider.actors.serve_adapter.proxy",
     "outrider.actors.serving.http.app",
-    "outrider.actors.serve_seam.request_router",
+    "outrider.actors.serve_adapter.request_router",
     "outrider.actors.drafter.actor",
     "outrider.actors.drafter.ngram",
     "outrider.actors.drafter.suffix",
@@ -31,10 +31,10 @@ LIGHT = (
 HEAVY = ("vllm", "torch", "transformers")
 
 LOOK_UP_DRAFTERS = """
-from outrider.actors.drafter.load import load_strategy, warm_up
+from outrider.actors.drafter.load import load_proposer, warm_up
 from outrider.cluster.config import NgramConfig, SpeculationConfig, SuffixConfig
 for config in (NgramConfig(method="ngram"), SuffixConfig(method="suffix")):
-    warm_up(load_strategy(config, SpeculationConfig(), None, None), SpeculationConfig().draft_top_n)
+    warm_up(load_proposer(config, SpeculationConfig(), None, None), SpeculationConfig().draft_top_n)
 """
 
 

@@ -1,7 +1,7 @@
 """Converts public request messages to what a target replica takes.
 
 Only fields that the client set are passed on, so that defaults stay the engine's. What vLLM, the tokenizer or a
-grammar's backend checks is checked in the replica (outrider.actors.vllm_seam.engine_requests); here only what they
+grammar's backend checks is checked in the replica (outrider.actors.vllm_adapter.engine_requests); here only what they
 cannot know. Every function raises RequestError with the public field that is wrong.
 """
 

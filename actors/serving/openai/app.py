@@ -26,7 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from outrider.actors.observability.logs import note_request
 from outrider.actors.replica_calls import HttpCall, HttpHead, ReplicaLost, RequestIdInUse
 from outrider.actors.serving.openai.engine import ANSWERING, Answering, OpenAIEngine
-from outrider.actors.vllm_seam.answer_parsers import answer_parsers
+from outrider.actors.vllm_adapter.answer_parsers import answer_parsers
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 _MOST_WAITING = 64

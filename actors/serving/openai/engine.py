@@ -27,9 +27,9 @@ from outrider.actors.request_ids import scoped_id
 from outrider.actors.round.request import EXTRA_ARGS_KEY, check_for_ranks
 from outrider.actors.serving.co_located import check_co_located_params
 from outrider.actors.serving.owners import salted
-from outrider.actors.vllm_seam.engine_args import on_gpu
-from outrider.actors.vllm_seam.engine_requests import blamed_by_ranks, traced_generate
-from outrider.actors.vllm_seam.structured_outputs import check_constraint
+from outrider.actors.vllm_adapter.engine_args import on_gpu
+from outrider.actors.vllm_adapter.engine_requests import blamed_by_ranks, traced_generate
+from outrider.actors.vllm_adapter.structured_outputs import check_constraint
 from outrider.cluster.config import ServingConfig
 from outrider.cluster.link.messages import MessageError
 from outrider.cluster.modes import BY_NAME

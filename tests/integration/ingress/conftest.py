@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray import serve
 
-from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serve_adapter.broadcast import broadcast
 from outrider.actors.serving.ingress import Ingress
 from outrider.actors.serving.owners import TOKEN_VARIABLE, Owners
 from outrider.cluster.config import ServingConfig

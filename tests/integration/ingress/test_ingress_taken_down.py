@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
 
-from outrider.actors.serve_seam.broadcast import broadcast
-from outrider.actors.serve_seam.living import is_stopping
+from outrider.actors.serve_adapter.broadcast import broadcast
+from outrider.actors.serve_adapter.living import is_stopping
 from outrider.actors.serving.ingress import Ingress
 from outrider.cluster.config import ServingConfig
 from outrider.deploy.client.sync_client import OutriderClient

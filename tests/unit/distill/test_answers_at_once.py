@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.actors.vllm_seam.offline_answers import Engine
+from outrider.actors.vllm_adapter.offline_answers import Engine
 
 
 def engine(**config):

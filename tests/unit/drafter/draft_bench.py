@@ -2,7 +2,7 @@
 
 import itertools
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.cluster.link.messages import Commit, DraftSampling, ProposalStatus
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.drive import Drive
@@ -14,16 +14,16 @@ KEY, OTHER = (1, 1), (2, 1)
 
 
 class Bench:
-    """A strategy, its engine, and one way to make commits."""
+    """A proposer, its engine, and one way to make commits."""
 
     def __init__(self, limits=None, chunk=16, kind_of_engine=MemoryEngine, **engine):
         self.engine, self.chunk = kind_of_engine(**engine), chunk
-        self.strategy = Drive(DraftModelStrategy(self.engine, chunk, limits, clock=itertools.count().__next__))
+        self.proposer = Drive(DraftModelProposer(self.engine, chunk, limits, clock=itertools.count().__next__))
         self.texts = {}
 
     def open(self, key, tokens, sampling=GREEDY, k=4):
         self.texts[key] = list(tokens)
-        return self.strategy.open(key, list(tokens), k, sampling)
+        return self.proposer.open(key, list(tokens), k, sampling)
 
     def opened(self, tokens=range(10), sampling=GREEDY):
         """With one request, whose prompt has been read."""
@@ -34,7 +34,7 @@ class Bench:
     def commit(self, key, tokens, k=4, on_miss=None, has_drafts=False):
         commit = Commit(key[1], len(self.texts[key]), tokens, k, k if on_miss is None else on_miss, has_drafts)
         self.texts[key] += tokens
-        return self.strategy.commit(key, commit)
+        return self.proposer.commit(key, commit)
 
     def answer(self, key, tokens, k=4, on_miss=None):
         """The one answer that is at hand; None if there is none."""
@@ -44,11 +44,11 @@ class Bench:
 
     def step(self):
         """One unit of work. Returns its answers; None when there is nothing to do."""
-        work, answers = self.strategy.plan()
+        work, answers = self.proposer.plan()
         if work is None:
             return answers or None
         work.execute()
-        return answers + self.strategy.complete(work)
+        return answers + self.proposer.complete(work)
 
     def settle(self):
         """Work until nothing is left to draft ahead. Returns all answers."""

@@ -1,4 +1,4 @@
-"""A drafting strategy without a loop: sequences by their keys, and what is told of them."""
+"""A drafting proposer without a loop: sequences by their keys, and what is told of them."""
 
 from __future__ import annotations
 
@@ -32,45 +32,45 @@ def prompt_of(key, token_ids, num_speculative_tokens=4, sampling=None):
 
 
 class Drive:
-    """Opens, commits and closes as the loop does. Everything else is the strategy's own."""
+    """Opens, commits and closes as the loop does. Everything else is the proposer's own."""
 
-    def __init__(self, strategy):
-        self.strategy = strategy
+    def __init__(self, proposer):
+        self.proposer = proposer
         self.sequences = {}
 
     def __getattr__(self, name):
-        return getattr(self.strategy, name)
+        return getattr(self.proposer, name)
 
     def open(self, key, token_ids, num_speculative_tokens=4, sampling=None):
         """The answer, if there is one at once."""
         self.close(key)
-        sequence = self.sequences[key] = self.strategy.new_sequence(key)
+        sequence = self.sequences[key] = self.proposer.new_sequence(key)
         assert sequence.add_prompt(prompt_of(key, token_ids, num_speculative_tokens, sampling))
-        answers = told(self.strategy.open(sequence))
+        answers = told(self.proposer.open(sequence))
         assert len(answers) < 2
         return answers[0] if answers else None
 
     def commit(self, key, commit):
         assert commit.base_committed_len == self.sequences[key].committed_len
-        return told([*self.strategy.commit(self.sequences[key], commit), *self.strategy.delivered()])
+        return told([*self.proposer.commit(self.sequences[key], commit), *self.proposer.delivered()])
 
     def close(self, key):
         """Keys that are not open are passed over."""
         sequence = self.sequences.pop(key, None)
         if sequence is not None:
-            self.strategy.close(sequence)
+            self.proposer.close(sequence)
 
     def plan(self):
-        work, answers = self.strategy.plan()
+        work, answers = self.proposer.plan()
         return work, told(answers)
 
     def complete(self, work):
-        return told(self.strategy.complete(work))
+        return told(self.proposer.complete(work))
 
     def work_off(self):
         """Until there is nothing to do. Returns all answers."""
         answers = []
-        while (work := self.strategy.plan()[0]) is not None:
+        while (work := self.proposer.plan()[0]) is not None:
             work.execute()
             answers += self.complete(work)
         return answers

@@ -1,4 +1,4 @@
-"""Targets of several links over one drafting strategy, in time that is counted in the drafter's steps."""
+"""Targets of several links over one drafting proposer, in time that is counted in the drafter's steps."""
 
 import random
 from collections import Counter, defaultdict
@@ -55,12 +55,12 @@ class PlayedTargets:
         for key in [key for key, at in self._due.items() if at <= self.now]:
             del self._due[key]
             self._commit(key)
-        work, answers = self.bench.strategy.plan()
+        work, answers = self.bench.proposer.plan()
         self._hear(answers)
         if work is not None:
             self.rows.update(sequence.key[0] for sequence, _ in work.targets)
             work.execute()
-            self._hear(self.bench.strategy.complete(work))
+            self._hear(self.bench.proposer.complete(work))
         return work
 
     def _commit(self, key):

@@ -1,4 +1,4 @@
-"""The drafter's loop over a scripted strategy: what is at hand leaves at once, what is not takes a step."""
+"""The drafter's loop over a scripted proposer: what is at hand leaves at once, what is not takes a step."""
 
 import logging
 import threading
@@ -6,11 +6,11 @@ import threading
 import numpy as np
 import pytest
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.hang_watch import HangWatch
 from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.drafter.ngram import NgramStrategy
-from outrider.actors.drafter.suffix import SuffixStrategy
+from outrider.actors.drafter.ngram import NgramProposer
+from outrider.actors.drafter.suffix import SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.actors.observability.logs import REQUEST_ID_KEY
 from outrider.cluster.link.messages import (
@@ -27,7 +27,7 @@ from outrider.cluster.link.messages import (
 )
 from outrider.cluster.modes import Mode
 from tests.clock import Clock
-from tests.unit.drafter.scripted_strategy import FORESEEN, SOON_S, FakeStrategy, Sink
+from tests.unit.drafter.scripted_proposer import FORESEEN, SOON_S, FakeProposer, Sink
 from tests.unit.drafting_engine import MemoryEngine
 
 pytestmark = pytest.mark.timeout(300)
@@ -36,8 +36,8 @@ BIASED = DraftSampling(Mode.REJECTION, temperature=1.0, biases=((1, 2.0),))
 
 
 @pytest.fixture
-def strategy():
-    return FakeStrategy()
+def proposer():
+    return FakeProposer()
 
 
 @pytest.fixture
@@ -46,12 +46,12 @@ def clock():
 
 
 @pytest.fixture
-def loop(strategy, clock):
-    loop = DraftLoop(strategy, clock)
+def loop(proposer, clock):
+    loop = DraftLoop(proposer, clock)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     yield loop
-    strategy.gate.set()
+    proposer.gate.set()
     loop.stop()
     thread.join(SOON_S)
     assert not thread.is_alive()
@@ -84,50 +84,50 @@ def ready(request, length):
     return Proposals(request, length, [], ProposalStatus.READY, step_us=1234)
 
 
-def test_open_commit_propose(loop, link, strategy, clock):
+def test_open_commit_propose(loop, link, proposer, clock):
     sink = link(1)
     loop.deliver(1, [opening(7, 3)])
     assert sink.next() == [ready(7, 3)]
-    strategy.gate.clear()
+    proposer.gate.clear()
     loop.deliver(1, [commit(7, 3)])
-    assert strategy.working.wait(SOON_S)
+    assert proposer.working.wait(SOON_S)
     clock.now = 0.25
-    strategy.gate.set()
+    proposer.gate.set()
     answers, work_us = sink.answers.get(timeout=SOON_S)
     assert answers == [proposal(7, 4)]
     assert work_us == 250_000, "what the target waited for"
 
 
-def test_what_was_drafted_ahead_leaves_while_a_step_runs(loop, link, strategy):
+def test_what_was_drafted_ahead_leaves_while_a_step_runs(loop, link, proposer):
     sink = link(1)
     loop.deliver(1, [opening(7, 3), opening(8, 5)])
     sink.next()
-    strategy.gate.clear()
+    proposer.gate.clear()
     loop.deliver(1, [commit(7, 3)])
-    assert strategy.working.wait(SOON_S)
+    assert proposer.working.wait(SOON_S)
     loop.deliver(1, [commit(8, 5, FORESEEN)])
     answers, work_us = sink.answers.get(timeout=SOON_S)
     assert answers == [proposal(8, 6, DraftOrigin.MAIN_LINE)]
     assert work_us == 0
-    strategy.gate.set()
+    proposer.gate.set()
     assert sink.next() == [proposal(7, 4)]
 
 
-def test_requests_of_all_links_are_one_batch_and_each_link_gets_its_own_answers(loop, link, strategy):
+def test_requests_of_all_links_are_one_batch_and_each_link_gets_its_own_answers(loop, link, proposer):
     first, second = link(1), link(2)
     loop.deliver(1, [opening(7, 3), opening(8, 5)])
     loop.deliver(2, [opening(7, 4)])
     first.next(), second.next()
-    strategy.gate.clear()
+    proposer.gate.clear()
     loop.deliver(1, [commit(8, 5)])
-    assert strategy.working.wait(SOON_S)
+    assert proposer.working.wait(SOON_S)
     loop.deliver(1, [commit(7, 3)])
     loop.deliver(2, [commit(7, 4)])
-    strategy.gate.set()
+    proposer.gate.set()
     assert first.next() == [proposal(8, 6)]
     assert first.next() == [proposal(7, 4)]
     assert second.next() == [proposal(7, 5)]
-    assert [[sequence.key for sequence in batch] for batch in strategy.batches] == [[(1, 8)], [(1, 7), (2, 7)]]
+    assert [[sequence.key for sequence in batch] for batch in proposer.batches] == [[(1, 8)], [(1, 7), (2, 7)]]
 
 
 def test_the_answers_of_one_delivery_are_one_frame(loop, link):
@@ -156,15 +156,15 @@ def test_an_unknown_request_is_said_to_be_unknown(loop, link):
 
 
 STRATEGIES = {
-    "ngram": lambda: NgramStrategy(2, 4),
-    "suffix": lambda: SuffixStrategy(SuffixLimits(), 10, 4096, "a"),
-    "draft_model": lambda: DraftModelStrategy(MemoryEngine(), 64),
+    "ngram": lambda: NgramProposer(2, 4),
+    "suffix": lambda: SuffixProposer(SuffixLimits(), 10, 4096, "a"),
+    "draft_model": lambda: DraftModelProposer(MemoryEngine(), 64),
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_whatever_the_method_a_commit_must_continue_an_open_sequence(strategy):
-    loop, sink = DraftLoop(STRATEGIES[strategy]()), Sink()
+@pytest.mark.parametrize("proposer", STRATEGIES)
+def test_whatever_the_method_a_commit_must_continue_an_open_sequence(proposer):
+    loop, sink = DraftLoop(STRATEGIES[proposer]()), Sink()
     loop.attach(1, sink)
     loop.deliver(1, [commit(7, 0), opening(7, 3), commit(7, 2), commit(7, 4), commit(7, 3, k=0)])
     said = [(said.base_committed_len, said.status) for said in sink.next()]
@@ -177,13 +177,13 @@ def test_whatever_the_method_a_commit_must_continue_an_open_sequence(strategy):
     assert loop.sequences[1, 7].committed_len == 5
 
 
-def test_a_sequence_that_is_opened_again_begins_anew_and_keeps_its_name(loop, link, strategy):
+def test_a_sequence_that_is_opened_again_begins_anew_and_keeps_its_name(loop, link, proposer):
     sink = link(1)
     loop.deliver(1, [Name(7, "mine"), opening(7, 3), commit(7, 3, k=0)])
     assert sink.next() == [ready(7, 3)]
     first = loop.sequences[1, 7]
     loop.deliver(1, [opening(7, 2, prompt_len=4)])
-    assert not strategy.open_sequences
+    assert not proposer.open_sequences
     loop.deliver(1, [opening(7, 2, offset=2, prompt_len=4)])
     assert sink.next() == [ready(7, 4)]
     second = loop.sequences[1, 7]
@@ -212,34 +212,34 @@ def test_names_go_with_their_sequences(loop, link, end):
     assert not loop.sequences
 
 
-def test_a_prompt_in_pieces_opens_when_it_is_whole_and_a_piece_out_of_order_is_ignored(loop, link, strategy):
+def test_a_prompt_in_pieces_opens_when_it_is_whole_and_a_piece_out_of_order_is_ignored(loop, link, proposer):
     sink = link(1)
     loop.deliver(1, [opening(7, 3, offset=0, prompt_len=6)])
     loop.deliver(1, [opening(7, 2, offset=4, prompt_len=6)])
     loop.deliver(1, [opening(7, 3, offset=3, prompt_len=6)])
     assert sink.next() == [ready(7, 6)]
-    assert strategy.opened == [(1, 7)]
+    assert proposer.opened == [(1, 7)]
 
 
-def test_a_prompt_in_pieces_is_drafted_as_its_first_piece_says(loop, link, strategy):
+def test_a_prompt_in_pieces_is_drafted_as_its_first_piece_says(loop, link, proposer):
     sink = link(1)
     loop.deliver(1, [opening(7, 2, offset=4, prompt_len=6)])
     loop.deliver(1, [opening(7, 4, prompt_len=6, sampling=BIASED)])
     loop.deliver(1, [opening(7, 2, offset=4, prompt_len=6), opening(8, 3)])
     assert sink.next() == [ready(7, 6), ready(8, 3)]
-    assert strategy.samplings == {(1, 7): BIASED, (1, 8): DraftSampling()}
+    assert proposer.samplings == {(1, 7): BIASED, (1, 8): DraftSampling()}
 
 
-def test_q_goes_with_the_drafts(loop, link, strategy):
-    strategy.q = SparseQ(np.array([[4, 1], [0, 2]], np.int32), np.array([[0.5, 0.5], [1.0, 0.0]], np.float32))
+def test_q_goes_with_the_drafts(loop, link, proposer):
+    proposer.q = SparseQ(np.array([[4, 1], [0, 2]], np.int32), np.array([[0.5, 0.5], [1.0, 0.0]], np.float32))
     sink = link(1)
     loop.deliver(1, [opening(7, 3, sampling=BIASED)])
     sink.next()
     loop.deliver(1, [commit(7, 3)])
-    assert sink.next() == [proposal(7, 4, q=strategy.q)]
+    assert sink.next() == [proposal(7, 4, q=proposer.q)]
 
 
-def test_closing_and_detaching_forget_sequences_and_stay_quiet(loop, link, strategy):
+def test_closing_and_detaching_forget_sequences_and_stay_quiet(loop, link, proposer):
     first, second = link(1), link(2)
     loop.deliver(1, [opening(1, 3), opening(2, 3), opening(3, 3, prompt_len=9)])
     loop.deliver(2, [opening(1, 3)])
@@ -247,61 +247,61 @@ def test_closing_and_detaching_forget_sequences_and_stay_quiet(loop, link, strat
     loop.deliver(1, [Close(2, CloseReason.FINISHED)])
     loop.deliver(1, [commit(1, 3)])
     first.next()
-    assert strategy.open_sequences.keys() == {(1, 1), (2, 1)}
+    assert proposer.open_sequences.keys() == {(1, 1), (2, 1)}
     loop.detach(1)
     loop.deliver(1, [commit(1, 4)])
     loop.deliver(2, [commit(1, 3)])
     second.next()
-    assert strategy.open_sequences.keys() == {(2, 1)}
+    assert proposer.open_sequences.keys() == {(2, 1)}
     assert first.answers.empty()
     usage = loop.usage()
     assert (usage["num_sequences"], usage["links"]) == (1, 1)
 
 
-def test_a_sequence_closed_while_its_commit_is_due_is_not_answered(loop, link, strategy):
+def test_a_sequence_closed_while_its_commit_is_due_is_not_answered(loop, link, proposer):
     sink = link(1)
     loop.deliver(1, [opening(1, 3)])
     sink.next()
-    strategy.gate.clear()
+    proposer.gate.clear()
     loop.deliver(1, [commit(1, 3)])
-    assert strategy.working.wait(SOON_S)
+    assert proposer.working.wait(SOON_S)
     loop.deliver(1, [Close(1, CloseReason.ABORTED)])
-    strategy.gate.set()
+    proposer.gate.set()
     loop.deliver(1, [opening(2, 3)])
     assert sink.next() == [ready(2, 3)]
     assert sink.answers.empty()
 
 
-def test_a_strategy_s_exception_ends_the_loop():
-    strategy = FakeStrategy()
-    strategy.execute = lambda: 1 / 0
-    loop, sink = DraftLoop(strategy), Sink()
+def test_a_proposer_s_exception_ends_the_loop():
+    proposer = FakeProposer()
+    proposer.execute = lambda: 1 / 0
+    loop, sink = DraftLoop(proposer), Sink()
     loop.attach(1, sink)
     loop.deliver(1, [opening(1, 3), commit(1, 3)])
     with pytest.raises(ZeroDivisionError):
         loop.run()
 
 
-def test_an_answer_to_an_overtaken_commit_leaves_the_other_s_clock_alone(loop, link, strategy, clock):
+def test_an_answer_to_an_overtaken_commit_leaves_the_other_s_clock_alone(loop, link, proposer, clock):
     sink = link(1)
     loop.deliver(1, [opening(7, 3)])
     sink.next()
-    plain = strategy.commit
+    plain = proposer.commit
 
     def overtaking(sequence, commit):
         late = [sequence.drafts([])] if commit.base_committed_len == 4 else []
         return late + plain(sequence, commit)
 
-    strategy.commit = overtaking
-    strategy.gate.clear()
+    proposer.commit = overtaking
+    proposer.gate.clear()
     loop.deliver(1, [commit(7, 3)])
-    assert strategy.working.wait(SOON_S)
+    assert proposer.working.wait(SOON_S)
     clock.now = 1.0
     loop.deliver(1, [commit(7, 4)])
     late, work_us = sink.answers.get(timeout=SOON_S)
     assert (late[0].base_committed_len, work_us) == (4, 0)
     clock.now = 1.5
-    strategy.gate.set()
+    proposer.gate.set()
     answers, work_us = sink.answers.get(timeout=SOON_S)
     assert (answers[0].base_committed_len, work_us) == (5, 500_000)
 
@@ -310,25 +310,25 @@ def ticks_until_hung(watch, at_work, most=100):
     return next((count for count in range(most) if watch.tick(at_work(), 1.0)), None)
 
 
-def test_a_step_that_does_not_end_is_a_hang(loop, link, strategy):
+def test_a_step_that_does_not_end_is_a_hang(loop, link, proposer):
     sink = link(1)
     loop.deliver(1, [opening(1, 3)])
     sink.next()
     watch = HangWatch(tick_s=1.0, least_patience_s=3.0)
-    strategy.gate.clear()
+    proposer.gate.clear()
     loop.deliver(1, [commit(1, 3)])
-    assert strategy.working.wait(SOON_S)
+    assert proposer.working.wait(SOON_S)
     assert ticks_until_hung(watch, loop.at_work) == 4
     assert "a step has been running for over 3 s" in watch.tick(loop.at_work(), 1.0)
-    strategy.gate.set()
+    proposer.gate.set()
     sink.next()
     while loop.at_work():
         pass
     assert ticks_until_hung(watch, loop.at_work) is None
 
 
-def test_messages_that_wait_for_the_lock_are_a_hang(strategy):
-    loop = DraftLoop(strategy)
+def test_messages_that_wait_for_the_lock_are_a_hang(proposer):
+    loop = DraftLoop(proposer)
     loop.attach(1, Sink())
     loop.attach(2, Sink())
     entered, leave = threading.Event(), threading.Event()
@@ -338,7 +338,7 @@ def test_messages_that_wait_for_the_lock_are_a_hang(strategy):
         leave.wait(SOON_S)
         return []
 
-    strategy.open = stuck
+    proposer.open = stuck
     threads = [threading.Thread(target=loop.deliver, args=(link, [opening(1, 3)])) for link in (1, 2)]
     for thread in threads:
         thread.start()

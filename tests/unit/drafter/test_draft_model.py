@@ -58,10 +58,10 @@ def test_the_outcomes_that_are_likeliest_get_the_branches():
     bench = Bench(LookaheadLimits(max_side_branches=3)).opened()
     bench.commit(KEY, [999])
     bench.settle()
-    sides = bench.strategy.sequences[KEY].sides
+    sides = bench.proposer.sequences[KEY].sides
     # A position further on is reached with 0.7 of the probability, a second alternative has half of the first's.
     assert [position for position, _ in sides] == [11, 12, 11]
-    assert bench.strategy.usage()["num_side_branches"] == 3
+    assert bench.proposer.usage()["num_side_branches"] == 3
 
 
 def test_without_lookahead_nothing_runs_between_commits():
@@ -114,7 +114,7 @@ def test_no_drafts_wanted_is_no_answer_and_no_draft():
         assert bench.commit(KEY, [token], k=0) == []
         assert bench.settle() == []
     assert not any(row.draw for plan in bench.engine.plans[before:] for row in plan.rows)
-    assert bench.strategy.usage()["num_side_branches"] == 0
+    assert bench.proposer.usage()["num_side_branches"] == 0
     # It has kept up as a prompt does, so the first commit that wants drafts gets some.
     assert bench.commit(KEY, [7]) == []
     (answer,) = bench.settle()
@@ -158,14 +158,14 @@ def test_a_draw_under_way_for_a_round_that_wants_fewer_is_no_guess_of_its_bonus_
     """It was drawn from q, for the round's third draft; the guess is the likeliest."""
     bench = Bench(LookaheadLimits(max_side_branches=0)).opened([1, 2, 3], SAMPLED)
     bench.commit(KEY, [7])
-    sequence = bench.strategy.sequences[KEY]
+    sequence = bench.proposer.sequences[KEY]
     while sequence.num_drafted < 4 + 1 + 2:
         bench.step()
-    work, _ = bench.strategy.plan()
+    work, _ = bench.proposer.plan()
     work.execute()
     (answer,) = bench.commit(KEY, sequence.main.ids(4, 9), k=2)
     assert ids(answer) == bench.drafts(KEY, 2, samples_q=True)
-    bench.strategy.complete(work)
+    bench.proposer.complete(work)
     assert sequence.num_drafted == 2
     bench.settle()
     text = [*bench.texts[KEY], *ids(answer)]
@@ -217,23 +217,23 @@ def test_any_order_of_commits_and_steps_gives_the_models_own_drafts(seed):
             bench.open(key, [rng.randrange(1000) for _ in range(rng.randint(1, 60))], sampling[key])
         if rng.random() < 0.02:
             key = rng.choice(list(bench.texts))
-            bench.strategy.close(key)
+            bench.proposer.close(key)
             del bench.texts[key]
             proposed.pop(key, None), waiting.discard(key)
-        work, answers = bench.strategy.plan()
+        work, answers = bench.proposer.plan()
         for answer in answers:
             take(answer)
         if rng.random() < 0.7:
             commit_somewhere()
         if work is not None:
             work.execute()
-            for answer in bench.strategy.complete(work):
+            for answer in bench.proposer.complete(work):
                 take(answer)
     assert origins
     for key in list(bench.texts):
-        bench.strategy.close(key)
+        bench.proposer.close(key)
     bench.settle()
-    assert bench.strategy.usage()["kv_cache_usage"] == 0
+    assert bench.proposer.usage()["kv_cache_usage"] == 0
     assert len(set(bench.engine.free)) == bench.engine.num_blocks
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from outrider.actors.drafter import load
 from outrider.actors.drafter.actor import Drafter
-from outrider.actors.drafter.draft_model import DraftModelStrategy
-from outrider.actors.drafter.load import load_strategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
+from outrider.actors.drafter.load import load_proposer
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.vocabulary import VOCABULARY_FILE, DraftVocabulary
@@ -45,7 +45,7 @@ def test_prompts_get_their_share_while_sequences_wait():
     bench = Bench(LookaheadLimits(ahead=False), chunk=16).opened()
     bench.open(OTHER, range(200))
     steps = 0
-    while bench.strategy.usage()["num_prefilling"]:
+    while bench.proposer.usage()["num_prefilling"]:
         bench.commit(KEY, [1], k=1)
         bench.step()
         steps += 1
@@ -75,7 +75,7 @@ def test_out_of_kv_is_answered_and_room_brings_drafts_back():
     bench.commit(OTHER, [7], k=8)
     answers = bench.settle()
     assert answers
-    bench.strategy.close(KEY)
+    bench.proposer.close(KEY)
     bench.commit(OTHER, [8], k=8)
     assert ids(bench.settle()[0]) == bench.drafts(OTHER, 8)
 
@@ -94,7 +94,7 @@ def test_a_prompt_without_room_takes_none_from_the_others(long):
         assert {answer.key: ids(answer) for answer in told} == {key: bench.drafts(key) for key in short}
         assert bench.answer(big, [number]).status is ProposalStatus.OUT_OF_KV
     for key in short:
-        bench.strategy.close(key)
+        bench.proposer.close(key)
     assert [told.status for told in bench.settle()] == [ProposalStatus.READY] * (long == 190)
     told = bench.commit(big, [7]) or bench.settle()
     assert told[0].status is (ProposalStatus.OK if long == 190 else ProposalStatus.OUT_OF_KV)
@@ -110,7 +110,7 @@ def test_no_two_prompts_are_begun_where_there_is_room_for_one():
     first, second = (KEY, OTHER) if told.key == KEY else (OTHER, KEY)
     bench.commit(first, [7])
     assert ids(bench.settle()[0]) == bench.drafts(first)
-    bench.strategy.close(first)
+    bench.proposer.close(first)
     (told,) = bench.settle()
     assert (told.key, told.status) == (second, ProposalStatus.READY)
 
@@ -129,7 +129,7 @@ def test_where_texts_grow_beyond_the_room_all_but_one_are_drafted_for():
                 assert ids(answer) == bench.drafts(answer.key)
                 drafted[answer.key] += 1
     assert sorted(drafted.values())[1:] == [30, 30, 30]
-    bench.strategy.close(keys.pop(keys.index(max(keys, key=drafted.get))))
+    bench.proposer.close(keys.pop(keys.index(max(keys, key=drafted.get))))
     bench.settle()
     for key in keys:
         bench.commit(key, [7])
@@ -154,7 +154,7 @@ def test_side_branches_yield_to_texts():
     bench = Bench(LookaheadLimits(max_side_branches=20), num_blocks=14).opened()
     bench.commit(KEY, [999])
     bench.settle()
-    assert bench.strategy.usage()["num_side_branches"] > 0
+    assert bench.proposer.usage()["num_side_branches"] > 0
     bench.open(OTHER, range(100, 120))
     bench.settle()
     bench.commit(OTHER, [3])
@@ -170,7 +170,7 @@ def test_drafts_end_at_the_longest_text_the_model_takes():
     assert bench.answer(KEY, [1]).status is ProposalStatus.LENGTH
     assert bench.answer(KEY, [1]).status is ProposalStatus.LENGTH
     assert bench.open(OTHER, range(16)) is None
-    assert bench.strategy.commit(OTHER, Commit(1, 16, [1], 4, 4))[0].status is ProposalStatus.LENGTH
+    assert bench.proposer.commit(OTHER, Commit(1, 16, [1], 4, 4))[0].status is ProposalStatus.LENGTH
 
 
 def test_a_text_that_outgrows_the_model_while_nobody_wants_drafts_is_not_fed_to_it():
@@ -200,13 +200,13 @@ def test_the_memory_of_lookahead_is_bounded_and_comes_back():
     for index in range(20):
         bench.commit((1, index), [index])
         bench.settle()
-    usage = bench.strategy.usage()
+    usage = bench.proposer.usage()
     assert 20 < usage["num_side_branches"] <= 20 * 5
     assert usage["branch_blocks"] <= 20 * 5 * 3
     for index in range(20):
-        bench.strategy.close((1, index))
+        bench.proposer.close((1, index))
     bench.settle()
-    assert bench.strategy.usage() == {
+    assert bench.proposer.usage() == {
         "num_sequences": 0,
         "num_prefilling": 0,
         "num_side_branches": 0,
@@ -218,22 +218,22 @@ def test_the_memory_of_lookahead_is_bounded_and_comes_back():
 def test_a_thousand_requests_leave_nothing_behind():
     vocabulary = DraftVocabulary(VOCAB, 200)
     engine = MemoryEngine()
-    strategy = DraftModelStrategy(engine, 64, None, vocabulary, itertools.count().__next__)
-    loop = DraftLoop(strategy)
+    proposer = DraftModelProposer(engine, 64, None, vocabulary, itertools.count().__next__)
+    loop = DraftLoop(proposer)
     loop.attach(1, Nowhere())
     for request in range(1000):
         loop.deliver(1, [Open(request, 3, 0, [request % 50, 2, 3], 2, GREEDY), Commit(request, 3, [5], 2, 2)])
         for _ in range(3):
-            work, _ = strategy.plan()
+            work, _ = proposer.plan()
             work.execute()
-            strategy.complete(work)
+            proposer.complete(work)
         loop.deliver(1, [Close(request, CloseReason.FINISHED)])
-    assert strategy.plan() == (None, [])
+    assert proposer.plan() == (None, [])
     usage = loop.usage()
     assert (usage["num_sequences"], usage["branch_blocks"], usage["kv_cache_usage"]) == (0, 0, 0)
     assert not engine.committed
     assert not engine.taken
-    left = [loop.sequences, vocabulary._pinned_by, vocabulary._pins, strategy._gone, strategy._unstarted]
+    left = [loop.sequences, vocabulary._pinned_by, vocabulary._pins, proposer._gone, proposer._unstarted]
     assert not any(left)
 
 
@@ -242,19 +242,19 @@ def test_no_step_draws_what_the_smallest_linked_target_lacks():
     assert {plan.num_drawable for plan in bench.engine.plans} == {None}
     for size, expected in ((VOCAB + 5, VOCAB + 5), (VOCAB - 3, VOCAB - 3), (VOCAB, VOCAB - 3)):
         bench.engine.plans.clear()
-        bench.strategy.limit_vocabulary(size)
+        bench.proposer.limit_vocabulary(size)
         bench.commit(KEY, [999])
         bench.settle()
         assert {plan.num_drawable for plan in bench.engine.plans} == {expected}
 
 
-def test_what_is_common_of_two_tokenizers_limits_the_loaded_strategy(monkeypatch):
-    monkeypatch.setattr("outrider.actors.vllm_seam.draft_engine.DraftEngine", lambda *_, **__: MemoryEngine())
-    monkeypatch.setattr("outrider.actors.vllm_seam.engine_args.drafter_vllm_config", lambda *_: None)
+def test_what_is_common_of_two_tokenizers_limits_the_loaded_proposer(monkeypatch):
+    monkeypatch.setattr("outrider.actors.vllm_adapter.draft_engine.DraftEngine", lambda *_, **__: MemoryEngine())
+    monkeypatch.setattr("outrider.actors.vllm_adapter.engine_args.drafter_vllm_config", lambda *_: None)
     config = DraftModelConfig(method="draft_model", model="m", draft_vocab_size=0)
-    strategy = load_strategy(config, SpeculationConfig(), None, None, VOCAB - 3)
-    assert strategy._num_drawable == VOCAB - 3
-    assert load_strategy(config, SpeculationConfig(), None, None)._num_drawable is None
+    proposer = load_proposer(config, SpeculationConfig(), None, None, VOCAB - 3)
+    assert proposer._num_drawable == VOCAB - 3
+    assert load_proposer(config, SpeculationConfig(), None, None)._num_drawable is None
 
 
 class WithHead(MemoryEngine):
@@ -264,13 +264,13 @@ class WithHead(MemoryEngine):
 
 
 def test_a_head_is_cut_to_no_more_than_what_both_tokenizers_have(monkeypatch):
-    monkeypatch.setattr("outrider.actors.vllm_seam.draft_engine.DraftEngine", lambda *_, **__: WithHead())
-    monkeypatch.setattr("outrider.actors.vllm_seam.engine_args.drafter_vllm_config", lambda *_: None)
+    monkeypatch.setattr("outrider.actors.vllm_adapter.draft_engine.DraftEngine", lambda *_, **__: WithHead())
+    monkeypatch.setattr("outrider.actors.vllm_adapter.engine_args.drafter_vllm_config", lambda *_: None)
     monkeypatch.setattr(load, "_CUT_VOCAB_SIZE", VOCAB // 2)
 
     def loaded(num_common, **cut):
         config = DraftModelConfig(method="draft_model", model="m", **cut)
-        return load_strategy(config, SpeculationConfig(), None, None, num_common)._vocabulary
+        return load_proposer(config, SpeculationConfig(), None, None, num_common)._vocabulary
 
     assert loaded(None).num_slots == VOCAB // 2
     few = loaded(VOCAB // 4)
@@ -282,13 +282,13 @@ def test_a_head_is_cut_to_no_more_than_what_both_tokenizers_have(monkeypatch):
 
 
 def test_a_head_is_cut_to_what_the_drafter_was_trained_on(monkeypatch, tmp_path):
-    monkeypatch.setattr("outrider.actors.vllm_seam.draft_engine.DraftEngine", lambda *_, **__: WithHead())
-    monkeypatch.setattr("outrider.actors.vllm_seam.engine_args.drafter_vllm_config", lambda *_: None)
+    monkeypatch.setattr("outrider.actors.vllm_adapter.draft_engine.DraftEngine", lambda *_, **__: WithHead())
+    monkeypatch.setattr("outrider.actors.vllm_adapter.engine_args.drafter_vllm_config", lambda *_: None)
     monkeypatch.setattr(load, "_LEAST_CUT", 4)
 
     def loaded(num_common=None, **cut):
         config = DraftModelConfig(method="draft_model", model=str(tmp_path), **cut)
-        return load_strategy(config, SpeculationConfig(), None, None, num_common)._vocabulary
+        return load_proposer(config, SpeculationConfig(), None, None, num_common)._vocabulary
 
     (tmp_path / VOCABULARY_FILE).write_text(json.dumps([5, 90, 70, 60, 50]))
     assert loaded().token_ids == [5, 50, 60, 70, 90]
@@ -319,23 +319,23 @@ def invitation(vocab_size, vocabulary=()):
 
 def test_a_link_to_a_target_of_another_size_is_taken_and_its_tokens_alone_are_drawn(monkeypatch):
     monkeypatch.setattr("outrider.actors.drafter.actor.application_secret", lambda *_: bytes(32))
-    strategy = DraftModelStrategy(MemoryEngine(), 16, vocabulary=DraftVocabulary(VOCAB, 20))
+    proposer = DraftModelProposer(MemoryEngine(), 16, vocabulary=DraftVocabulary(VOCAB, 20))
     drafter = Drafter.__new__(Drafter)
-    drafter._loop, drafter._app_name, drafter._vocabulary = DraftLoop(strategy), "outrider", ()
+    drafter._loop, drafter._app_name, drafter._vocabulary = DraftLoop(proposer), "outrider", ()
     for size in (VOCAB + 128, VOCAB - 128):
         with pytest.raises(LinkError, match="no answer"):
             drafter.accept_link(invitation(size), 0.1)
-    assert (strategy._num_drawable, strategy._vocabulary.vocab_size) == (VOCAB - 128, VOCAB - 128)
+    assert (proposer._num_drawable, proposer._vocabulary.vocab_size) == (VOCAB - 128, VOCAB - 128)
     with pytest.raises(ValueError, match=r"drafter\.draft_vocab_size: the target has 19 tokens: 20 slots.*set fewer"):
         drafter.accept_link(invitation(19), 0.1)
-    assert strategy._num_drawable == VOCAB - 128
+    assert proposer._num_drawable == VOCAB - 128
 
 
 def test_a_target_of_another_tokenizer_is_refused_and_told_why(monkeypatch):
     """Where nobody compared the checkpoints before; one that has nothing to compare is linked to."""
     monkeypatch.setattr("outrider.actors.drafter.actor.application_secret", lambda *_: bytes(32))
     drafter = Drafter.__new__(Drafter)
-    drafter._loop, drafter._app_name = DraftLoop(DraftModelStrategy(MemoryEngine(), 16)), "outrider"
+    drafter._loop, drafter._app_name = DraftLoop(DraftModelProposer(MemoryEngine(), 16)), "outrider"
     drafter._vocabulary = ("a", "b", "c")
     with pytest.raises(ValueError, match=r"drafter\.model: its tokenizer is not the target's: 2 of 3 blocks"):
         drafter.accept_link(invitation(VOCAB, ("a", "x", "y")), 0.1)

@@ -41,16 +41,16 @@ def test_a_short_prompt_is_not_held_back_by_another_links_long_ones():
 
 def test_prompts_of_two_links_go_on_at_the_same_pace():
     targets = PlayedTargets(LookaheadLimits(ahead=False))
-    strategy = targets.bench.strategy
+    proposer = targets.bench.proposer
     for request in range(8):
         targets.open((1, request), range(400))
     targets.run(4)
     for request in range(8):
         targets.open((2, request), range(400))
-    before = strategy.counters()["link_steps"]
+    before = proposer.counters()["link_steps"]
     while (1, 7) not in targets.ready:
         targets.step()
-    since = strategy.counters()["link_steps"]
+    since = proposer.counters()["link_steps"]
     had = [since[link_id] - before[link_id] for link_id in (1, 2)]
     assert had[1] == pytest.approx(had[0], rel=0.1)
 
@@ -136,7 +136,7 @@ def test_branches_of_the_link_that_had_most_yield_first():
     for key in (KEY, OTHER, OTHER, OTHER):
         bench.commit(key, [999])
         bench.settle()
-    sequences = bench.strategy.sequences
+    sequences = bench.proposer.sequences
     held = {key: len(sequences[key].sides) for key in (KEY, OTHER)}
     assert min(held.values()) > 0
     bench.open((1, 2), range(100, 104))
@@ -157,11 +157,11 @@ def test_long_prompts_are_hashed_link_by_link():
         bench.open(key, [token % 50 for token in range(3000)])
     order = []
     while len(order) < 4:
-        work, _ = bench.strategy.plan()
+        work, _ = bench.proposer.plan()
         if isinstance(work, Hashing):
             order.append(work.sequence.key)
         work.execute()
-        bench.strategy.complete(work)
+        bench.proposer.complete(work)
     assert order == [(1, 0), (2, 0), (1, 1), (1, 2)]
 
 
@@ -176,7 +176,7 @@ def test_no_step_has_room_for_what_is_left_waiting(seed):
             size = rng.choice([5, 40, 200])
             targets.open((rng.randint(1, 4), request), range(request, request + size), rng.random())
         work = targets.step()
-        sequences = bench.strategy.sequences.values()
+        sequences = bench.proposer.sequences.values()
         if work is None:
             assert not any(s.due and s.can_draft for s in sequences)
             continue
@@ -199,7 +199,7 @@ def test_a_link_that_is_alone_is_served_as_if_there_were_no_others(seed):
 
 
 def trace(seed):
-    """A checksum of all that a strategy does for one link with requests of every kind."""
+    """A checksum of all that a proposer does for one link with requests of every kind."""
     rng = random.Random(seed)
     limits = LookaheadLimits(max_side_branches=rng.choice([0, 2, 8]), max_rows=rng.choice([3, 8, 64]))
     bench = Bench(limits, chunk=rng.choice([8, 64]), num_blocks=rng.choice([60, 400]), max_model_len=150)
@@ -211,7 +211,7 @@ def trace(seed):
             bench.open(key, [rng.randrange(1000) for _ in range(rng.randint(1, 100))], sampling[key])
         if rng.random() < 0.04 and len(bench.texts) > 1:
             key = rng.choice(list(bench.texts))
-            bench.strategy.close(key)
+            bench.proposer.close(key)
             del bench.texts[key]
         key = rng.choice(list(bench.texts))
         if rng.random() < 0.7:
@@ -241,7 +241,7 @@ def test_a_drafters_status_says_which_target_had_how_many_steps():
         bench.commit((link_id, 0), [999])
     bench.settle()
     drafter = Drafter.__new__(Drafter)
-    drafter._loop, drafter._lock = DraftLoop(bench.strategy.strategy), threading.Lock()
+    drafter._loop, drafter._lock = DraftLoop(bench.proposer.proposer), threading.Lock()
     drafter._pool = drafter._learning = None
     drafter._targets = {1: "a", 2: "b", 3: "a"}  # it has linked anew, and its last link is not yet known to be gone
     assert drafter.status()["link_steps"] == pytest.approx({"a": 8 / 3, "b": 4 / 3})

@@ -15,9 +15,9 @@ PROCESS = """
 import sys, threading, time
 from outrider.actors.drafter.hang_watch import end_when_hung
 from outrider.actors.drafter.loop import DraftLoop
-from tests.unit.drafter.scripted_strategy import FakeStrategy
+from tests.unit.drafter.scripted_proposer import FakeProposer
 
-class Strategy(FakeStrategy):
+class Proposer(FakeProposer):
     def __init__(self):
         super().__init__()
         self.due = [self.new_sequence((1, 1))]
@@ -26,7 +26,7 @@ class Strategy(FakeStrategy):
         print("working", flush=True)
         sys.stdin.readline()
 
-loop = DraftLoop(Strategy())
+loop = DraftLoop(Proposer())
 watching = loop.at_work, lambda: 0.09, 0.05, float(sys.argv[1])
 threading.Thread(target=end_when_hung, args=watching, daemon=True).start()
 threading.Thread(target=loop.run, daemon=True).start()

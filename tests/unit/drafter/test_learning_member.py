@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.hang_watch import STEP, SWAP
 from outrider.actors.drafter.learning import LearningMember
 from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.learning.lessons import LessonBook
 from outrider.actors.learning.service import Update
-from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Lesson, Open
+from outrider.actors.learning.training_samples import SampleCollector
+from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, TrainingSample
 from outrider.cluster.modes import Mode
-from tests.unit.drafter.scripted_strategy import Sink
+from tests.unit.drafter.scripted_proposer import Sink
 from tests.unit.drafting_engine import MemoryEngine
 
 LINK = 1
@@ -52,24 +52,24 @@ class PlayedTrainer:
 
 
 class Drafting:
-    """A drafter but for its process: loop, strategy and member, driven by hand."""
+    """A drafter but for its process: loop, proposer and member, driven by hand."""
 
     def __init__(self):
         self.engine = MemoryEngine()
-        self.strategy = DraftModelStrategy(self.engine, 64)
-        self.loop = DraftLoop(self.strategy, lessons=LessonBook())
+        self.proposer = DraftModelProposer(self.engine, 64)
+        self.loop = DraftLoop(self.proposer, lessons=SampleCollector())
         self.sink = Sink()
         self.loop.attach(LINK, self.sink)
         self.trainer = PlayedTrainer()
-        self.member = LearningMember(self.trainer, self.loop, self.strategy)
+        self.member = LearningMember(self.trainer, self.loop, self.proposer)
 
     def hear(self, *messages):
         self.loop.deliver(LINK, messages)
 
     def work_off(self):
-        while (work := self.strategy.plan()[0]) is not None:
+        while (work := self.proposer.plan()[0]) is not None:
             work.execute()
-            self.strategy.complete(work)
+            self.proposer.complete(work)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def drafting():
 
 def lesson(position, rows=1, request=7):
     ids = np.array([[10 + row, 500] for row in range(rows)], np.int32)
-    return Lesson(request, position, ids, np.full(ids.shape, -1.0, np.float16))
+    return TrainingSample(request, position, ids, np.full(ids.shape, -1.0, np.float16))
 
 
 def opening(request=7, **sampling):
@@ -116,7 +116,7 @@ def test_a_link_that_ends_gives_what_it_had(drafting):
 
 
 def test_a_drafter_that_does_not_learn_takes_lessons_calmly():
-    loop = DraftLoop(DraftModelStrategy(MemoryEngine(), 64))
+    loop = DraftLoop(DraftModelProposer(MemoryEngine(), 64))
     loop.attach(LINK, Sink())
     loop.deliver(LINK, [opening(), Commit(7, 3, [10], 0, 0), lesson(3)])
     assert loop.taught() == []
@@ -207,7 +207,7 @@ class Choosy(MemoryEngine):
 
 def choosy(*numbers):
     made = Drafting()
-    made.strategy._engine = made.engine = Choosy(*numbers)
+    made.proposer._engine = made.engine = Choosy(*numbers)
     return made
 
 
@@ -256,7 +256,7 @@ def test_a_swap_is_no_step_to_who_looks_for_hangs():
             seen.append(drafting.member.at_work())
 
     drafting = Drafting()
-    drafting.strategy._engine = Watched()
+    drafting.proposer._engine = Watched()
     drafting.loop._at_work[STEP] = 7
     drafting.trainer.version, drafting.trainer.weights = ("t1", 1), {"w": torch.ones(2)}
     drafting.member.exchange()

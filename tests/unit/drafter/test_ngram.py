@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from outrider.actors.drafter.ngram import NgramIndex, NgramStrategy
+from outrider.actors.drafter.ngram import NgramIndex, NgramProposer
 from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, ProposalStatus
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.drive import Drive, Told
@@ -62,23 +62,23 @@ def commit(key, base, tokens, k):
     return Commit(key[1], base, tokens, k, k)
 
 
-def test_a_strategy_answers_each_commit_at_once_at_its_own_length_and_k():
-    strategy = Drive(NgramStrategy(2, 4))
-    assert strategy.open(KEY, [1, 2, 3, 1], 4, SAMPLING) == Told(KEY, 4, [], ProposalStatus.READY)
-    strategy.open(OTHER, [5, 6, 5], 4, SAMPLING)
-    drafted = strategy.commit(KEY, commit(KEY, 4, [2], 4))
+def test_a_proposer_answers_each_commit_at_once_at_its_own_length_and_k():
+    proposer = Drive(NgramProposer(2, 4))
+    assert proposer.open(KEY, [1, 2, 3, 1], 4, SAMPLING) == Told(KEY, 4, [], ProposalStatus.READY)
+    proposer.open(OTHER, [5, 6, 5], 4, SAMPLING)
+    drafted = proposer.commit(KEY, commit(KEY, 4, [2], 4))
     assert drafted == [Told(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK, origin=DraftOrigin.MISS)]
-    assert strategy.commit(OTHER, commit(OTHER, 3, [6], 1))[0].token_ids == [5]
-    assert strategy.commit(KEY, commit(KEY, 5, [3, 9], 4))[0].token_ids == []
-    assert strategy.commit(OTHER, commit(OTHER, 4, [5], 0)) == []
-    assert strategy.commit(OTHER, commit(OTHER, 5, [6], 2))[0].token_ids == [5, 6]
-    assert strategy.usage()["num_sequences"] == 2
-    strategy.close(OTHER)
-    strategy.close(OTHER)
-    assert strategy.usage()["num_sequences"] == 1
+    assert proposer.commit(OTHER, commit(OTHER, 3, [6], 1))[0].token_ids == [5]
+    assert proposer.commit(KEY, commit(KEY, 5, [3, 9], 4))[0].token_ids == []
+    assert proposer.commit(OTHER, commit(OTHER, 4, [5], 0)) == []
+    assert proposer.commit(OTHER, commit(OTHER, 5, [6], 2))[0].token_ids == [5, 6]
+    assert proposer.usage()["num_sequences"] == 2
+    proposer.close(OTHER)
+    proposer.close(OTHER)
+    assert proposer.usage()["num_sequences"] == 1
 
 
 def test_a_short_prompt_is_read_at_once():
-    strategy = Drive(NgramStrategy(2, 4))
-    strategy.open(KEY, [1] * 200, 4, SAMPLING)
-    assert strategy.plan() == (None, [])
+    proposer = Drive(NgramProposer(2, 4))
+    proposer.open(KEY, [1] * 200, 4, SAMPLING)
+    assert proposer.plan() == (None, [])

@@ -120,13 +120,13 @@ def test_a_round_that_somebody_else_s_drafts_answer_says_nothing_of_how_long_a_t
     """Else two rounds would count as one, and as rounds unlike one another."""
     bench = TimedBench().opened()
     bench.rounds([KEY], 14)
-    rounds = bench.strategy._pauses._links[KEY[0]]
+    rounds = bench.proposer._pauses._links[KEY[0]]
     before = rounds.verify_s.value
-    sequence, text = bench.strategy.sequences[KEY], bench.texts[KEY]
+    sequence, text = bench.proposer.sequences[KEY], bench.texts[KEY]
     for _ in range(2):
         commit = Commit(KEY[1], len(text), [7], 4, 4)
         text.append(7)
-        assert bench.strategy.strategy.commit(sequence, commit, instead=lambda: [1, 2])
+        assert bench.proposer.proposer.commit(sequence, commit, instead=lambda: [1, 2])
         assert rounds.answered_at is None
         bench.engine.now += 10.0
     assert rounds.verify_s.value < 2 * before

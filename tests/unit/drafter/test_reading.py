@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.drafter.ngram import NgramIndex, NgramStrategy
-from outrider.actors.drafter.suffix import SuffixStrategy
+from outrider.actors.drafter.ngram import NgramIndex, NgramProposer
+from outrider.actors.drafter.suffix import SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixIndex, SuffixLimits
 from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.cluster.link.messages import (
@@ -22,7 +22,7 @@ from outrider.cluster.link.messages import (
 )
 from tests.unit.drafter.draft_bench import KEY, Bench, ids
 from tests.unit.drafter.drive import Drive, Told
-from tests.unit.drafter.scripted_strategy import SOON_S, Sink
+from tests.unit.drafter.scripted_proposer import SOON_S, Sink
 from tests.unit.drafting_engine import MemoryEngine
 
 pytestmark = pytest.mark.timeout(300)
@@ -33,8 +33,8 @@ SLOW = 999
 LONG = [token % 50 for token in range(5000)]
 
 STRATEGIES = {
-    "ngram": lambda: NgramStrategy(2, 4),
-    "suffix": lambda: SuffixStrategy(SuffixLimits(), 10, 4096, "a"),
+    "ngram": lambda: NgramProposer(2, 4),
+    "suffix": lambda: SuffixProposer(SuffixLimits(), 10, 4096, "a"),
 }
 
 
@@ -59,9 +59,9 @@ def gate(monkeypatch):
     Gate.go_on.set()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_commits_are_taken_while_a_prompt_is_read(gate, strategy):
-    loop, sinks = DraftLoop(STRATEGIES[strategy]()), {1: Sink(), 2: Sink()}
+@pytest.mark.parametrize("proposer", STRATEGIES)
+def test_commits_are_taken_while_a_prompt_is_read(gate, proposer):
+    loop, sinks = DraftLoop(STRATEGIES[proposer]()), {1: Sink(), 2: Sink()}
     running = threading.Thread(target=loop.run, daemon=True)
     running.start()
     for link, sink in sinks.items():
@@ -84,7 +84,7 @@ def test_commits_are_taken_while_a_prompt_is_read(gate, strategy):
         assert gate.reading.wait(SOON_S)
         delivering.join(SOON_S)
         assert taken, "commits wait for a prompt that is not theirs"
-        if strategy != "draft_model":  # whose answers are for the loop's thread, unless foreseen
+        if proposer != "draft_model":  # whose answers are for the loop's thread, unless foreseen
             assert sinks[2].next()[0].token_ids == [4, 1]
     finally:
         gate.go_on.set()
@@ -100,55 +100,55 @@ def test_commits_are_taken_while_a_prompt_is_read(gate, strategy):
 
 
 def test_an_ngram_prompt_and_what_was_committed_meanwhile_are_one_text():
-    strategy = Drive(NgramStrategy(2, 4))
-    assert strategy.open(KEY, [*LONG, 700, 701, 702], 4, DraftSampling()) is None
-    assert strategy.usage()["num_prefilling"] == 1
-    first = strategy.commit(KEY, Commit(1, 5003, [5], 1, 1))
+    proposer = Drive(NgramProposer(2, 4))
+    assert proposer.open(KEY, [*LONG, 700, 701, 702], 4, DraftSampling()) is None
+    assert proposer.usage()["num_prefilling"] == 1
+    first = proposer.commit(KEY, Commit(1, 5003, [5], 1, 1))
     assert first == [Told(KEY, 5004, [], ProposalStatus.NOT_READY)]
-    assert strategy.commit(KEY, Commit(1, 5004, [700, 701], 3, 3))[0].status is ProposalStatus.NOT_READY
-    assert strategy.work_off() == [
+    assert proposer.commit(KEY, Commit(1, 5004, [700, 701], 3, 3))[0].status is ProposalStatus.NOT_READY
+    assert proposer.work_off() == [
         Told(KEY, 5006, [], ProposalStatus.READY),
         Told(KEY, 5006, [702, 5, 700], ProposalStatus.OK, origin=DraftOrigin.MISS),
     ]
-    assert strategy.commit(KEY, Commit(1, 5006, [702], 1, 1))[0].token_ids == [5]
-    assert strategy.usage()["num_prefilling"] == 0
+    assert proposer.commit(KEY, Commit(1, 5006, [702], 1, 1))[0].token_ids == [5]
+    assert proposer.usage()["num_prefilling"] == 0
 
 
-@pytest.mark.parametrize(("strategy", "pieces"), [("ngram", 19), ("suffix", 2)])
-def test_what_is_committed_while_the_last_piece_is_read_is_read_too(strategy, pieces):
-    strategy = Drive(STRATEGIES[strategy]())
-    strategy.open(KEY, [*LONG, 700, 701, 702], 4, DraftSampling())
+@pytest.mark.parametrize(("proposer", "pieces"), [("ngram", 19), ("suffix", 2)])
+def test_what_is_committed_while_the_last_piece_is_read_is_read_too(proposer, pieces):
+    proposer = Drive(STRATEGIES[proposer]())
+    proposer.open(KEY, [*LONG, 700, 701, 702], 4, DraftSampling())
     answers, base = [], 5003
     while not any(answer.status is ProposalStatus.READY for answer in answers):
-        work, _ = strategy.plan()
+        work, _ = proposer.plan()
         work.execute()
         if base < 5003 + pieces:
-            strategy.commit(KEY, Commit(1, base, [base + 1000], 1, 1))
+            proposer.commit(KEY, Commit(1, base, [base + 1000], 1, 1))
             base += 1
-        answers = strategy.complete(work)
-    answer = strategy.commit(KEY, Commit(1, base, [700, 701, 702], 2, 2))[0]
+        answers = proposer.complete(work)
+    answer = proposer.commit(KEY, Commit(1, base, [700, 701, 702], 2, 2))[0]
     assert answer.token_ids == [6003, 6004]
 
 
 def test_an_ngram_prompt_that_is_closed_half_read_is_forgotten():
-    strategy = Drive(NgramStrategy(2, 4))
-    strategy.open(KEY, list(LONG), 4, DraftSampling())
-    work, _ = strategy.plan()
-    strategy.close(KEY)
+    proposer = Drive(NgramProposer(2, 4))
+    proposer.open(KEY, list(LONG), 4, DraftSampling())
+    work, _ = proposer.plan()
+    proposer.close(KEY)
     work.execute()
-    assert strategy.complete(work) == []
-    assert strategy.plan() == (None, [])
+    assert proposer.complete(work) == []
+    assert proposer.plan() == (None, [])
 
 
 def test_a_sequence_opened_again_while_its_former_life_is_read_is_read_anew():
-    strategy = Drive(NgramStrategy(2, 4))
-    strategy.open(KEY, [*LONG, 1], 4, DraftSampling())
-    work, _ = strategy.plan()
-    strategy.close(KEY)
-    strategy.open(KEY, [*LONG, 2], 4, DraftSampling())
+    proposer = Drive(NgramProposer(2, 4))
+    proposer.open(KEY, [*LONG, 1], 4, DraftSampling())
+    work, _ = proposer.plan()
+    proposer.close(KEY)
+    proposer.open(KEY, [*LONG, 2], 4, DraftSampling())
     work.execute()
-    assert strategy.complete(work) == []
-    assert strategy.work_off() == [Told(KEY, 5001, [], ProposalStatus.READY)]
+    assert proposer.complete(work) == []
+    assert proposer.work_off() == [Told(KEY, 5001, [], ProposalStatus.READY)]
 
 
 def long_bench():
@@ -160,11 +160,11 @@ def test_a_long_prompt_is_hashed_beside_commits_and_started_with_what_came_meanw
     assert bench.open(KEY, LONG) is None
     assert not bench.engine.committed, "not under the lock"
     assert bench.commit(KEY, [7])[0].status is ProposalStatus.NOT_READY
-    work, _ = bench.strategy.plan()
+    work, _ = bench.proposer.plan()
     assert not work.is_step
     work.execute()
     assert bench.commit(KEY, [8])[0].status is ProposalStatus.NOT_READY
-    assert bench.strategy.complete(work) == []
+    assert bench.proposer.complete(work) == []
     answers = bench.settle()
     assert [answer.status for answer in answers] == [ProposalStatus.READY, ProposalStatus.OK]
     assert ids(answers[-1]) == bench.drafts(KEY)
@@ -174,38 +174,38 @@ def test_a_long_prompt_is_hashed_beside_commits_and_started_with_what_came_meanw
 def test_a_long_prompt_whose_sequence_ends_while_it_is_hashed_is_not_started(end):
     bench = long_bench()
     bench.open(KEY, LONG)
-    work, _ = bench.strategy.plan()
+    work, _ = bench.proposer.plan()
     work.execute()
     if end == "close":
-        bench.strategy.close(KEY)
+        bench.proposer.close(KEY)
     else:
         assert bench.commit(KEY, [7] * 3000)[0].status is ProposalStatus.LENGTH
-    assert bench.strategy.complete(work) == []
+    assert bench.proposer.complete(work) == []
     assert bench.settle() == []
     assert not bench.engine.committed
 
 
 def test_the_vocabulary_takes_a_long_prompt_in_slices():
     vocabulary = DraftVocabulary(8000, 6000)
-    strategy = Drive(DraftModelStrategy(MemoryEngine(4000, 8000), 2048, vocabulary=vocabulary))
-    strategy.open(KEY, list(range(1000, 7000)))
+    proposer = Drive(DraftModelProposer(MemoryEngine(4000, 8000), 2048, vocabulary=vocabulary))
+    proposer.open(KEY, list(range(1000, 7000)))
     held = []
     while not held or held[-1] < 6000:
         held.append(len(vocabulary._pins))
-        work, _ = strategy.plan()
+        work, _ = proposer.plan()
         work.execute()
-        strategy.complete(work)
+        proposer.complete(work)
     assert max(after - before for before, after in zip([0, *held], held, strict=False)) <= 2048
-    strategy.close(KEY)
+    proposer.close(KEY)
     assert not vocabulary._pins
-    strategy.open(KEY, list(range(1000, 7000)))
-    strategy.close(KEY)
-    strategy.work_off()
+    proposer.open(KEY, list(range(1000, 7000)))
+    proposer.close(KEY)
+    proposer.work_off()
     assert not vocabulary._pins
 
 
 def test_reading_is_no_model_step():
-    loop = DraftLoop(NgramStrategy(2, 4))
+    loop = DraftLoop(NgramProposer(2, 4))
     sink = Sink()
     loop.attach(1, sink)
     loop.deliver(1, [Open(2, len(LONG), 0, LONG, 4, DraftSampling())])

@@ -1,4 +1,4 @@
-"""Suffix decoding as a strategy, what it remembers of others, and what drafters tell each other."""
+"""Suffix decoding as a proposer, what it remembers of others, and what drafters tell each other."""
 
 import threading
 import time
@@ -7,10 +7,10 @@ from array import array
 import pytest
 
 from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.drafter.suffix import PART_TOKENS, AnswerPart, SuffixAnswers, SuffixStrategy
+from outrider.actors.drafter.suffix import PART_TOKENS, AnswerPart, SuffixAnswers, SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.actors.drafter.suffix_pool import PartLog, PoolMember
-from outrider.actors.round.conversation import Conversation
+from outrider.actors.round.drafter_client import DrafterClient
 from outrider.actors.round.request import Request
 from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, Proposals, ProposalStatus
@@ -22,8 +22,8 @@ GREEDY = DraftSampling()
 LIMITS = SuffixLimits()
 
 
-def strategy(name="a", max_requests=10, max_tokens=4096):
-    return Drive(SuffixStrategy(LIMITS, max_requests, max_tokens, name))
+def proposer(name="a", max_requests=10, max_tokens=4096):
+    return Drive(SuffixProposer(LIMITS, max_requests, max_tokens, name))
 
 
 def part(number, tokens, drafter="x", seed=None, context=()):
@@ -43,7 +43,7 @@ def answer_all(drafter, key, prompt, answer, sampling=GREEDY):
 
 
 def test_a_commit_is_answered_at_once_from_the_requests_own_text():
-    drafter = strategy()
+    drafter = proposer()
     assert drafter.open(KEY, [1, 2, 3, 4, 1, 2], 4, GREEDY) == Told(KEY, 6, [], ProposalStatus.READY)
     drafted = drafter.commit(KEY, commit(KEY, 6, [3]))
     assert drafted == [Told(KEY, 7, [4, 1, 2], ProposalStatus.OK, origin=DraftOrigin.MISS)]
@@ -52,7 +52,7 @@ def test_a_commit_is_answered_at_once_from_the_requests_own_text():
 
 
 def test_a_finished_answer_helps_the_next_request():
-    drafter = strategy()
+    drafter = proposer()
     answer_all(drafter, KEY, [1, 2, 3], range(50, 80))
     drafter.open(OTHER, [7, 8], 4, GREEDY)
     assert drafter.commit(OTHER, commit(OTHER, 2, [60, 61, 62]))[0].token_ids == [63, 64, 65]
@@ -60,7 +60,7 @@ def test_a_finished_answer_helps_the_next_request():
 
 
 def test_a_tenants_answers_help_its_own_requests_and_nobody_elses():
-    drafter = strategy()
+    drafter = proposer()
     mine, theirs = DraftSampling(tenant=7), DraftSampling(tenant=2**62)
     for number, (sampling, first) in enumerate(((mine, 50), (theirs, 80), (GREEDY, 110)), 1):
         answer_all(drafter, (1, number), [1, 2, 3], range(first, first + 30), sampling)
@@ -77,7 +77,7 @@ def test_a_tenants_answers_help_its_own_requests_and_nobody_elses():
 @pytest.mark.parametrize("tenant", [0, 7])
 def test_an_answer_that_is_not_to_be_remembered_helps_nobody(tenant):
     """Neither here nor at other drafters, while it runs or later; it may be helped."""
-    drafter = strategy()
+    drafter = proposer()
     said, kept = DraftSampling(tenant=tenant), DraftSampling(tenant=tenant, remembered=False)
     drafter.open(KEY, [1, 2, 3], 4, kept)
     drafter.commit(KEY, commit(KEY, 3, list(range(100, 100 + PART_TOKENS)), 0))
@@ -104,7 +104,7 @@ def test_a_draft_ends_where_another_tenants_answer_begins():
 
 
 def test_a_running_answer_helps_another_request():
-    drafter = strategy()
+    drafter = proposer()
     drafter.open(KEY, [1, 2, 3], 4, GREEDY)
     drafter.commit(KEY, commit(KEY, 3, list(range(100, 100 + PART_TOKENS)), 0))
     drafter.work_off()
@@ -113,7 +113,7 @@ def test_a_running_answer_helps_another_request():
 
 
 def test_every_token_of_an_answer_is_shared_once():
-    drafter = strategy()
+    drafter = proposer()
     drafter.open(KEY, [1, 2, 3], 4, GREEDY)
     answer = list(range(100, 100 + 3 * PART_TOKENS + 10))
     for start in range(0, len(answer), 10):
@@ -126,7 +126,7 @@ def test_every_token_of_an_answer_is_shared_once():
 
 
 def test_the_prompt_is_context_for_the_answer_and_is_not_shared():
-    drafter = strategy()
+    drafter = proposer()
     answer_all(drafter, KEY, [30, 31, 32], range(50, 60))
     drafter.open(OTHER, [30, 31], 4, GREEDY)
     assert drafter.commit(OTHER, commit(OTHER, 2, [32]))[0].token_ids == [50, 51, 52]
@@ -146,7 +146,7 @@ def test_the_prompt_is_context_for_the_answer_and_is_not_shared():
     ],
 )
 def test_a_request_learns_nothing_from_one_that_drew_the_same_random_numbers(first, second, learns):
-    drafter = strategy()
+    drafter = proposer()
     answer_all(drafter, KEY, [1, 2, 3], range(50, 80), first)
     drafter.open(OTHER, [7, 8], 4, second)
     drafted = drafter.commit(OTHER, commit(OTHER, 2, [60, 61, 62]))[0].token_ids
@@ -154,7 +154,7 @@ def test_a_request_learns_nothing_from_one_that_drew_the_same_random_numbers(fir
 
 
 def test_its_own_parts_do_not_keep_a_request_from_learning():
-    drafter = strategy()
+    drafter = proposer()
     answer_all(drafter, OTHER, [9], range(200, 230))
     drafter.open(KEY, [1, 2, 3], 4, DraftSampling(Mode.REJECTION, 1.0, seed=5))
     drafter.commit(KEY, commit(KEY, 3, list(range(100, 100 + PART_TOKENS)), 0))
@@ -163,7 +163,7 @@ def test_its_own_parts_do_not_keep_a_request_from_learning():
 
 
 def test_a_long_prompt_is_read_between_rounds():
-    drafter = strategy()
+    drafter = proposer()
     prompt = [*range(10_000), 5, 6]
     assert drafter.open(KEY, prompt, 4, GREEDY) is None
     drafted = drafter.commit(KEY, commit(KEY, len(prompt), [7]))
@@ -177,7 +177,7 @@ def test_a_long_prompt_is_read_between_rounds():
 
 
 def test_of_the_commits_of_an_unread_prompt_the_last_is_answered_once_if_it_wants_drafts():
-    drafter = strategy()
+    drafter = proposer()
     prompt = [*range(10_000), 5, 6]
     for key, last_wants in ((KEY, 3), (OTHER, 0)):
         drafter.open(key, list(prompt), 4, GREEDY)
@@ -206,10 +206,10 @@ class Wire:
 
 def test_a_round_that_waits_for_an_unread_prompt_gets_its_drafts():
     """The verifier waits from READY on: by then the answer must be on its way."""
-    drafter, wire = strategy(), Wire()
+    drafter, wire = proposer(), Wire()
     prompt = [*range(10_000), 5, 6]
     request = Request("a", None, DraftSampling(seed=1), list(prompt), len(prompt), max_drafts=4)
-    conversation = Conversation({"a": request}, 1.0, time.monotonic)
+    conversation = DrafterClient({"a": request}, 1.0, time.monotonic)
     conversation.offer(wire)
     assert conversation.check_link()
     request.token_ids.append(7)
@@ -224,7 +224,7 @@ def test_a_round_that_waits_for_an_unread_prompt_gets_its_drafts():
 
 
 def test_a_long_prompt_that_is_closed_half_read_is_forgotten():
-    drafter = strategy()
+    drafter = proposer()
     drafter.open(KEY, list(range(10_000)), 4, GREEDY)
     drafter.close(KEY)
     assert drafter.work_off() == []
@@ -232,7 +232,7 @@ def test_a_long_prompt_that_is_closed_half_read_is_forgotten():
 
 
 def test_without_a_cache_each_request_has_its_own_text_only():
-    drafter = strategy(max_requests=0)
+    drafter = proposer(max_requests=0)
     answer_all(drafter, KEY, [1, 2, 3], range(50, 80))
     assert drafter.take_parts() == []
     drafter.learn([part(1, range(50, 80))])
@@ -261,7 +261,7 @@ def test_tokens_are_bounded_whatever_the_number_of_requests():
 
 
 def test_a_thousand_requests_leave_no_sequence_and_bounded_memory():
-    drafter = strategy(max_requests=50, max_tokens=2048)
+    drafter = proposer(max_requests=50, max_tokens=2048)
     for number in range(1000):
         answer_all(drafter, (1, number), [number % 97, 2, 3], range(number % 50, number % 50 + 30))
         drafter.take_parts()
@@ -272,14 +272,14 @@ def test_a_thousand_requests_leave_no_sequence_and_bounded_memory():
 
 
 def test_what_nobody_fetches_is_lost_and_counted():
-    drafter = strategy(max_requests=50)
+    drafter = proposer(max_requests=50)
     drafter.learn([part(number, [1, 2, 3, 4]) for number in range(5000)])
     assert drafter.counters()["suffix_parts_lost"] == 5000 - 4096
 
 
 def test_what_others_answered_is_read_while_nothing_else_happens():
-    drafter = strategy()
-    loop = DraftLoop(drafter.strategy)
+    drafter = proposer()
+    loop = DraftLoop(drafter.proposer)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     try:
@@ -309,7 +309,7 @@ class Registry:
 
 def test_one_replica_learns_what_another_answered():
     pool = Registry()
-    first, second = strategy("a"), strategy("b")
+    first, second = proposer("a"), proposer("b")
     members = [PoolMember(each.name, pool, each.take_parts, each.learn) for each in (first, second)]
     answer_all(first, KEY, [1, 2, 3], range(50, 80))
     for member in members:
@@ -324,7 +324,7 @@ def test_one_replica_learns_what_another_answered():
 
 def test_a_dead_pool_costs_learning_only_and_is_counted():
     pool = Registry()
-    drafter = strategy("a")
+    drafter = proposer("a")
     member = PoolMember("a", pool, drafter.take_parts, drafter.learn)
     pool.fails = True
     assert [member.exchange(), member.exchange()] == [False, False]
@@ -367,4 +367,4 @@ def test_what_it_counts_is_exported_by_its_name():
     from outrider.actors.observability.catalog import DRAFTER
 
     exported = {spec.read for spec in DRAFTER if spec.name.startswith("outrider:suffix")}
-    assert exported - {"suffix_pool_failures"} <= set(strategy().counters())
+    assert exported - {"suffix_pool_failures"} <= set(proposer().counters())

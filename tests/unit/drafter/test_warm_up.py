@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.draw import draw
 from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.drafter.load import warm_up
 from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.drafter.ngram import NgramStrategy
+from outrider.actors.drafter.ngram import NgramProposer
 from outrider.cluster.modes import Mode
-from tests.unit.drafter.scripted_strategy import SOON_S
-from tests.unit.drafter.test_several import SeveralBench
+from tests.unit.drafter.scripted_proposer import SOON_S
+from tests.unit.drafter.test_lookup_drafters import SeveralBench
 from tests.unit.drafting_engine import VOCAB, MemoryEngine
 
 
-class Watched(NgramStrategy):
+class Watched(NgramProposer):
     def __init__(self) -> None:
         super().__init__(2, 4)
         self.opened: list[Any] = []
@@ -33,11 +33,11 @@ class Watched(NgramStrategy):
 def test_the_warm_up_covers_every_way_to_draw():
     """A threshold, noise and q with and without one, and so many tokens of q are kernels of their own; q is drawn the
     same in every mode that does."""
-    warm_up(strategy := Watched(), draft_top_n=16)
-    seen = {(sampling.mode, sampling.top_p < 1) for sampling in strategy.opened}
+    warm_up(proposer := Watched(), draft_top_n=16)
+    seen = {(sampling.mode, sampling.top_p < 1) for sampling in proposer.opened}
     assert {(mode, with_one) for mode in (Mode.REJECTION, Mode.COUPLED) for with_one in (False, True)} < seen
     assert (Mode.GREEDY, False) in seen
-    assert {sampling.top_n for sampling in strategy.opened if sampling.mode is Mode.REJECTION} == {16}
+    assert {sampling.top_n for sampling in proposer.opened if sampling.mode is Mode.REJECTION} == {16}
 
 
 def test_warming_up_is_no_round_of_the_judges() -> None:
@@ -63,8 +63,8 @@ class SureEngine(MemoryEngine):
 
 
 def test_a_drafter_warms_up_on_the_thread_of_its_steps_with_side_branches_and_copies_of_blocks() -> None:
-    loop = DraftLoop(DraftModelStrategy(engine := SureEngine(), 512))
-    loop.start(lambda: warm_up(loop._strategy, draft_top_n=16), on_failure=pytest.fail)
+    loop = DraftLoop(DraftModelProposer(engine := SureEngine(), 512))
+    loop.start(lambda: warm_up(loop._proposer, draft_top_n=16), on_failure=pytest.fail)
     loop.stop()
     assert engine.threads == {"draft-loop"}
     assert any(plan.copies for plan in engine.plans)
@@ -84,8 +84,8 @@ def test_a_drafter_that_cannot_warm_up_fails_to_start() -> None:
 
 
 def test_a_loop_that_fails_later_says_so() -> None:
-    ended, loop = threading.Event(), DraftLoop(strategy := Watched())
+    ended, loop = threading.Event(), DraftLoop(proposer := Watched())
     loop.start(lambda: None, ended.set)
-    strategy.plan = lambda: [][0]
+    proposer.plan = lambda: [][0]
     loop.wake()
     assert ended.wait(SOON_S)

@@ -1,4 +1,4 @@
-"""A swap of a draft model's weights costs a request a round at most. Loop and strategy are the real ones; engine, link
+"""A swap of a draft model's weights costs a request a round at most. Loop and proposer are the real ones; engine, link
 and target are played."""
 
 import queue
@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.hang_watch import STEP
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.cluster.link.messages import Commit, DraftSampling, Open, Proposals, ProposalStatus
-from tests.unit.drafter.scripted_strategy import SOON_S, Sink
+from tests.unit.drafter.scripted_proposer import SOON_S, Sink
 from tests.unit.drafting_engine import VOCAB, MemoryEngine, continuation
 
 pytestmark = pytest.mark.timeout(300)
@@ -78,8 +78,8 @@ def at_rest(loop):
 def test_a_swap_costs_each_request_one_round_at_most(misses):
     """Of a swap that takes as long as a round of the target's: what was drafted ahead is sent meanwhile."""
     engine = SlowToLoad()
-    strategy = DraftModelStrategy(engine, 64)
-    loop = DraftLoop(strategy)
+    proposer = DraftModelProposer(engine, 64)
+    loop = DraftLoop(proposer)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     try:
@@ -89,7 +89,7 @@ def test_a_swap_costs_each_request_one_round_at_most(misses):
                 request.round(misses=False)
             at_rest(loop)
             before = [request.without for request in requests]
-            loop.change(partial(strategy.change_weights, partial(load_number, number)))
+            loop.change(partial(proposer.change_weights, partial(load_number, number)))
             assert engine.loading.wait(SOON_S)
             for request in requests:
                 request.round(misses=misses, within_s=0.0)

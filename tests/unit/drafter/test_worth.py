@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.outcomes import StepCost
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.cluster.link.messages import Commit, DraftOrigin
@@ -38,14 +38,14 @@ class TimedBench(Bench):
     def __init__(self, num_blocks=200, **limits):
         super().__init__()
         self.engine = TimedEngine(num_blocks=num_blocks)
-        model = DraftModelStrategy(self.engine, self.chunk, LookaheadLimits(**limits), clock=lambda: self.engine.now)
-        self.strategy = Drive(model)
+        model = DraftModelProposer(self.engine, self.chunk, LookaheadLimits(**limits), clock=lambda: self.engine.now)
+        self.proposer = Drive(model)
         self.sent = {}
 
     def round(self, key, accepted=4, rank=0):
         """Commit so many of the drafts sent and the token of this rank after them. The answer, if it is at hand."""
         drafts, text = self.sent.get(key, []), self.texts[key]
-        samples_q = self.strategy.sequences[key].sampling is SAMPLED
+        samples_q = self.proposer.sequences[key].sampling is SAMPLED
         start = len(text) if samples_q and accepted < len(drafts) else 0
         token = drawn_token(text + drafts[:accepted], start, rank)
         answer = self.answer(key, [*drafts[:accepted], token], on_miss=1)
@@ -109,7 +109,7 @@ def test_few_drafts_are_not_worth_that_a_whole_batch_waits(others):
         for key in keys[1:]:
             drafts, text = bench.sent[key], bench.texts[key]
             commit = Commit(key[1], len(text), [*drafts, drawn_token(text + drafts)], 4, 1)
-            assert bench.strategy.strategy.commit(bench.strategy.sequences[key], commit) == []
+            assert bench.proposer.proposer.commit(bench.proposer.sequences[key], commit) == []
         drafts, text = bench.sent[KEY], bench.texts[KEY]
         answered.extend(told.key for told in bench.commit(KEY, [*drafts, drawn_token(text + drafts)], on_miss=1))
 
@@ -136,8 +136,8 @@ def test_in_a_batch_of_many_nobody_waits(size):
         for key in keys:
             drafts, text = bench.sent[key], bench.texts[key]
             commit = Commit(key[1], len(text), [*drafts, drawn_token(text + drafts)], 4, 1)
-            bench.strategy.strategy.commit(bench.strategy.sequences[key], commit)
-        answered.extend(bench.strategy.delivered())
+            bench.proposer.proposer.commit(bench.proposer.sequences[key], commit)
+        answered.extend(bench.proposer.delivered())
 
     bench.engine.interrupted = 0.95, all_at_once
     bench.step()
@@ -147,7 +147,7 @@ def test_in_a_batch_of_many_nobody_waits(size):
 def test_nobody_waits_for_a_step_that_does_not_draft_for_them():
     bench = TimedBench(max_side_branches=0).opened()
     bench.rounds([KEY], 14)
-    bench.strategy.open((1, 2), list(range(300)), 4, GREEDY)
+    bench.proposer.open((1, 2), list(range(300)), 4, GREEDY)
     told = []
     bench.engine.interrupted = 0.95, lambda: told.append(bench.round(KEY))
     bench.step()
@@ -165,11 +165,11 @@ def test_rows_go_in_as_long_as_each_brings_more_than_it_holds_up():
         bench.rounds(keys, 14)
         for key in keys:
             bench.round(key)
-        work, _ = bench.strategy.plan()
-        keep = bench.strategy._outcomes.usual_acceptance
+        work, _ = bench.proposer.plan()
+        keep = bench.proposer._outcomes.usual_acceptance
         mains, chosen, left = 0.0, [], []
         extended = {line for _, line in work.targets}
-        for sequence in bench.strategy.sequences.values():
+        for sequence in bench.proposer.sequences.values():
             mains += keep**sequence.num_drafted
             for side in sequence.sides.values():
                 if sequence.next_draw(side.line) is not None:

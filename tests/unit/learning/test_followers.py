@@ -12,7 +12,7 @@ from tests.unit.learning.tiny_learner import learner, many, serve, work
 pytestmark = pytest.mark.timeout(300)
 
 
-class Teacher:
+class TrainerClient:
     """The trainer but for its process and its own clock."""
 
     def __init__(self):
@@ -33,10 +33,10 @@ class Teacher:
 
 
 def test_two_drafters_of_a_pool_come_to_the_same_version():
-    teacher = Teacher()
+    teacher = TrainerClient()
     pool = [Drafting(), Drafting()]
     for each in pool:
-        each.member = LearningMember(teacher, each.loop, each.strategy)
+        each.member = LearningMember(teacher, each.loop, each.proposer)
         each.member.exchange()
         assert not each.engine.loaded, "the drafter as it was loaded is what it has"
 
@@ -69,7 +69,7 @@ def test_two_drafters_of_a_pool_come_to_the_same_version():
     # One of them is told to go back; one more comes to the pool.
     assert pool[0].member.go_back(1) == (3, "")
     pool.append(Drafting())
-    pool[2].member = LearningMember(teacher, pool[2].loop, pool[2].strategy)
+    pool[2].member = LearningMember(teacher, pool[2].loop, pool[2].proposer)
     all_have(3)
     work_done = teacher.learner.figures()["steps"]
     all_have(3)

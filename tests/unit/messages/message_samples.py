@@ -9,18 +9,18 @@ from outrider.cluster.link.messages import (
     MAX_BIAS,
     MAX_NAME_LENGTH,
     MAX_TOP_N,
-    Ahead,
     Close,
     CloseReason,
     Commit,
     DraftOrigin,
     DraftSampling,
-    Lesson,
     Name,
     Open,
+    PrefetchedProposal,
     Proposals,
     ProposalStatus,
     SparseQ,
+    TrainingSample,
 )
 from outrider.cluster.modes import Mode
 
@@ -61,7 +61,7 @@ def sparse_q(k=2, n=3):
 
 def lesson(rows=2, width=8, request=3, position=11):
     ids = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
-    return Lesson(request, position, ids, np.log(np.full((rows, width), 0.9 / width)).astype(np.float16))
+    return TrainingSample(request, position, ids, np.log(np.full((rows, width), 0.9 / width)).astype(np.float16))
 
 
 EVERY_KIND = [
@@ -83,7 +83,7 @@ EVERY_KIND = [
     Commit(3, 5, [7], 2, 1),
     Commit(3, 6, [1, 2, 3, 4, 999], 2, 1),
     Commit(3, 6, [1, 2, 3, 4, 999], 2, 1, True),
-    Ahead(3, 11, 13, 5, [7, 8, 9], DraftOrigin.SIDE_BRANCH, 1400),
+    PrefetchedProposal(3, 11, 13, 5, [7, 8, 9], DraftOrigin.SIDE_BRANCH, 1400),
     Close(3, CloseReason.FINISHED),
     Close(0, CloseReason.ABORTED),
     Close(1, CloseReason.PREEMPTED),

@@ -8,11 +8,11 @@ from outrider.cluster.link.frame import MAX_INT31
 from outrider.cluster.link.messages import (
     MAX_ADAPTERS,
     MAX_TOP_N,
-    Ahead,
     Commit,
     DraftOrigin,
     MessageError,
     Name,
+    PrefetchedProposal,
     Proposals,
     SparseQ,
 )
@@ -36,9 +36,9 @@ from tests.unit.messages.message_samples import (
         (open_request(token_ids=[-1, 2, 3, 4, 5]), "Open.token_ids"),
         (open_request(num_speculative_tokens=K + 1), "Open.num_speculative_tokens"),
         (open_request(sampling=drawn(biases=((1, 1.0), (VOCAB, 1.0)))), "Open.biases"),
-        (Ahead(1, 2, 3, VOCAB, [1], DraftOrigin.MISS), "Ahead.next_token"),
-        (Ahead(1, 2, 3, 4, [VOCAB], DraftOrigin.MISS), "Ahead.token_ids"),
-        (Ahead(1, 2, 3, 4, [1] * (K + 1), DraftOrigin.MISS), "Ahead.token_ids"),
+        (PrefetchedProposal(1, 2, 3, VOCAB, [1], DraftOrigin.MISS), "PrefetchedProposal.next_token"),
+        (PrefetchedProposal(1, 2, 3, 4, [VOCAB], DraftOrigin.MISS), "PrefetchedProposal.token_ids"),
+        (PrefetchedProposal(1, 2, 3, 4, [1] * (K + 1), DraftOrigin.MISS), "PrefetchedProposal.token_ids"),
         (Commit(1, 1, [VOCAB], 2, 1), "Commit.token_ids"),
         (Commit(1, 1, [3, -1, 3], 2, 1), "Commit.token_ids"),
         (Commit(1, 1, [1] * (K + 2), 2, 1), "Commit.token_ids"),
@@ -81,11 +81,11 @@ def test_vocabulary_and_k_are_checked_on_receipt(message, field):
         ([1, 2, 8, 1, 1, 2, -1, 0, 5], "Commit.num_on_miss"),
         ([1, 2, 8, 1, 1, 2, 1, 2, 5], "Commit.has_drafts"),
         ([1, 2, 8, 1, 1, 0, 0, 1, 5], "Commit.has_drafts"),
-        ([1, 7, 9, 1, 2, 3, 4, 9, 0, 5], "Ahead.origin"),
-        ([1, 7, 9, 1, 2, 3, 4, 2, -1, 5], "Ahead.step_us"),
-        ([1, 7, 9, 1, 2, 1, 4, 2, 0, 5], "Ahead.position"),
-        ([1, 7, 9, 1, 2, 3, -4, 2, 0, 5], "Ahead.next_token"),
-        ([1, 7, 8, 1, 2, 3, 4, 2, 0], "Ahead.token_ids"),
+        ([1, 7, 9, 1, 2, 3, 4, 9, 0, 5], "PrefetchedProposal.origin"),
+        ([1, 7, 9, 1, 2, 3, 4, 2, -1, 5], "PrefetchedProposal.step_us"),
+        ([1, 7, 9, 1, 2, 1, 4, 2, 0, 5], "PrefetchedProposal.position"),
+        ([1, 7, 9, 1, 2, 3, -4, 2, 0, 5], "PrefetchedProposal.next_token"),
+        ([1, 7, 8, 1, 2, 3, 4, 2, 0], "PrefetchedProposal.token_ids"),
         ([1, 4, 9, 1, 1, 9, 0, 0, 0, 0], "Proposals.status"),
         ([1, 4, 9, 1, 1, 1, 0, 0, 4, 0], "Proposals.origin"),
         ([1, 4, 9, 1, 1, 1, 0, 0, 1, -1], "Proposals.step_us"),
@@ -217,18 +217,18 @@ LESSON_WORDS = {"position": 4, "rows": 5, "width": 6, "an id": 7, "a log-probabi
 @pytest.mark.parametrize(
     ("word", "value", "field"),
     [
-        ("position", -1, "Lesson.position"),
-        ("rows", 0, "Lesson.ids"),
-        ("rows", K + 2, "Lesson.ids"),
-        ("rows", 1, "Lesson.ids"),
-        ("width", 17, "Lesson.ids"),
-        ("width", -8, "Lesson.ids"),
-        ("an id", VOCAB, "Lesson.ids"),
-        ("an id", -1, "Lesson.ids"),
-        ("an id", 1, "Lesson.ids"),  # twice in its row
-        ("a log-probability", 0x7E007E00, "Lesson.log_p"),  # not a number
-        ("a log-probability", 0x3C003C00, "Lesson.log_p"),  # 1, above 0
-        ("a log-probability", 0, "Lesson.log_p"),  # 0, and others beside it
+        ("position", -1, "TrainingSample.position"),
+        ("rows", 0, "TrainingSample.ids"),
+        ("rows", K + 2, "TrainingSample.ids"),
+        ("rows", 1, "TrainingSample.ids"),
+        ("width", 17, "TrainingSample.ids"),
+        ("width", -8, "TrainingSample.ids"),
+        ("an id", VOCAB, "TrainingSample.ids"),
+        ("an id", -1, "TrainingSample.ids"),
+        ("an id", 1, "TrainingSample.ids"),  # twice in its row
+        ("a log-probability", 0x7E007E00, "TrainingSample.log_p"),  # not a number
+        ("a log-probability", 0x3C003C00, "TrainingSample.log_p"),  # 1, above 0
+        ("a log-probability", 0, "TrainingSample.log_p"),  # 0, and others beside it
     ],
 )
 def test_words_that_are_no_lesson(word, value, field):

@@ -126,12 +126,12 @@ def test_times_of_rounds_fill_a_histogram_each_in_seconds():
 
 
 def test_the_drafter_reports_what_is_exported():
-    from outrider.actors.drafter.draft_model import DraftModelStrategy
+    from outrider.actors.drafter.draft_model import DraftModelProposer
     from outrider.actors.drafter.loop import DraftLoop
     from tests.unit.drafting_engine import MemoryEngine
 
     vocabulary = DraftVocabulary(16, 8)
-    reported = DraftLoop(DraftModelStrategy(MemoryEngine(), 8, vocabulary=vocabulary)).metrics()
+    reported = DraftLoop(DraftModelProposer(MemoryEngine(), 8, vocabulary=vocabulary)).metrics()
     keys = {spec.read for spec in catalog.DRAFTER if isinstance(spec.read, str)}
     elsewhere = {"answered", "link_steps", "chosen", "judged", "right", "links"}
     assert {key for key in keys - elsewhere if not key.startswith("suffix_")} <= set(reported)

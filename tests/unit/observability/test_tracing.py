@@ -15,7 +15,7 @@ from outrider.actors.observability import environment, tracing
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.tracing import RoundTracer
 from outrider.actors.round.request import EXTRA_ARGS_KEY
-from outrider.actors.vllm_seam.engine_requests import traced_generate
+from outrider.actors.vllm_adapter.engine_requests import traced_generate
 from outrider.cluster.config import ConfigError, ServingConfig
 from outrider.cluster.link.messages import DraftOrigin
 from tests.otlp_collector import collecting

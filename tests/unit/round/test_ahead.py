@@ -3,7 +3,14 @@
 import pytest
 
 from outrider.actors.round.length import Lengths
-from outrider.cluster.link.messages import Ahead, CloseReason, Commit, DraftOrigin, Proposals, ProposalStatus
+from outrider.cluster.link.messages import (
+    CloseReason,
+    Commit,
+    DraftOrigin,
+    PrefetchedProposal,
+    Proposals,
+    ProposalStatus,
+)
 from tests.unit.round.scripted_link import PROMPT, Engine, arrival, opened, params, silent
 
 BASE = len(PROMPT) + 1
@@ -21,7 +28,7 @@ def engine():
 
 def ahead(engine, accepted=2, token=9, drafts=(11, 12, 13, 14), base=BASE, **changes):
     fields = {"origin": DraftOrigin.MAIN_LINE, "step_us": 1500, **changes}
-    return Ahead(engine["a"].handle, base, base + accepted, token, list(drafts), **fields)
+    return PrefetchedProposal(engine["a"].handle, base, base + accepted, token, list(drafts), **fields)
 
 
 def outcome(engine, token_ids=(1, 2, 9)):

@@ -12,6 +12,7 @@ import pytest
 from outrider.actors import round as room
 from outrider.actors.round.length import FixedLengths, LengthController
 from outrider.actors.round.statistics import RoundStatistics
+from outrider.cluster.drafter_registry import Work
 from outrider.cluster.link.messages import (
     Close,
     CloseReason,
@@ -22,7 +23,6 @@ from outrider.cluster.link.messages import (
     ProposalStatus,
     SparseQ,
 )
-from outrider.cluster.membership import Work
 from tests.unit.round.scripted_link import (
     PROMPT,
     Engine,

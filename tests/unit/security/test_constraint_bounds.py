@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from outrider.actors.replica_calls import GenerationRequest, RequestError
 from outrider.actors.request_constraints import MAX_CONSTRAINT_BYTES, MAX_NESTING
-from outrider.actors.vllm_seam.engine_requests import sampling_params
+from outrider.actors.vllm_adapter.engine_requests import sampling_params
 
 DEEP: dict[str, Any] = {}
 for _ in range(MAX_NESTING + 1):

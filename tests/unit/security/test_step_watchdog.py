@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from outrider.actors.vllm_seam import target_engine
-from outrider.actors.vllm_seam.step_watch import MEDIANS, StepWatch
-from outrider.actors.vllm_seam.target_engine import EngineLoad, TargetEngine
+from outrider.actors.vllm_adapter import target_engine
+from outrider.actors.vllm_adapter.step_watch import MEDIANS, StepWatch
+from outrider.actors.vllm_adapter.target_engine import EngineLoad, TargetEngine
 
 
 class Watched:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from outrider.actors.serve_seam.autoscaling import LASTS_S, serve_autoscaling
+from outrider.actors.serve_adapter.autoscaling import LASTS_S, serve_autoscaling
 from outrider.actors.serving.autoscaling import Report
 from outrider.cluster.config import AutoscalingConfig
 from tests.scaling_cluster import BUSY, IDLE, RATE, SEATS, TOKENS, Cluster, Controller, steady, waiting

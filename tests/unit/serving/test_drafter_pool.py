@@ -13,7 +13,7 @@ import ray
 from outrider.actors.drafter import actor
 from outrider.actors.serving import drafter_pool
 from outrider.actors.serving.drafter_pool import DrafterPool
-from outrider.cluster.membership import Member
+from outrider.cluster.drafter_registry import Member
 
 
 class Registration:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from outrider.actors.serve_seam import autoscaling
-from outrider.actors.serve_seam.autoscaling import (
+from outrider.actors.serve_adapter import autoscaling
+from outrider.actors.serve_adapter.autoscaling import (
     LASTS_S,
     LOST_S,
     UPSCALE_DELAY_S,
@@ -18,7 +18,7 @@ from outrider.actors.serve_seam.autoscaling import (
 )
 from outrider.actors.serving.pool_scaling import PROBE_S, TRIAL_S
 from outrider.cluster.config import PoolScalingConfig
-from outrider.cluster.membership import Verifier, Work
+from outrider.cluster.drafter_registry import Verifier, Work
 from outrider.cluster.registry import Registry
 from tests.scaling_cluster import Controller
 

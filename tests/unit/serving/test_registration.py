@@ -11,7 +11,7 @@ import ray
 
 from outrider.actors.serving import registration
 from outrider.actors.serving.registration import Registration
-from outrider.cluster.membership import Member
+from outrider.cluster.drafter_registry import Member
 
 SOON_S = 60.0
 

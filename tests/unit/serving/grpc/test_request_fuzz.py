@@ -16,8 +16,8 @@ from vllm.renderers import renderer_from_config
 
 from outrider.actors.replica_calls import RequestError
 from outrider.actors.serving.grpc.requests import ServedModel, to_generation_request, to_tokenize_request
-from outrider.actors.vllm_seam.engine_requests import refusal, sampling_params
-from outrider.actors.vllm_seam.prompts import PromptTokenizer
+from outrider.actors.vllm_adapter.engine_requests import refusal, sampling_params
+from outrider.actors.vllm_adapter.prompts import PromptTokenizer
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import VOCAB_SIZE, build_tiny_llama

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from outrider.actors.replica_calls import ReplicaReply, sign
-from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serve_adapter.broadcast import broadcast
 
 
 class Call:

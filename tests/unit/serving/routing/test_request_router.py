@@ -10,8 +10,8 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from outrider.actors.serve_seam import request_router
-from outrider.actors.serve_seam.request_router import TargetRouter
+from outrider.actors.serve_adapter import request_router
+from outrider.actors.serve_adapter.request_router import TargetRouter
 from outrider.actors.serving.routing.request_profile import RoutedRequest, token_fingerprint
 
 DEPLOYMENT = DeploymentID("Target", "app")

@@ -1,0 +1,176 @@
+"""The draft model's engine: vLLM's EngineCore driven by hand, its KV blocks from vLLM's own KVCacheManager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.request import Request, RequestStatus
+
+from outrider.actors.drafter.engine import Drawn, StepPlan
+from outrider.actors.vllm_adapter.adapters import last_line
+from outrider.cluster.config import ConfigError
+from outrider.cluster.link.messages import DraftSampling
+
+
+class DraftEngine:
+    """Implements Engine. Loads the model at construction (tens of seconds). Not thread-safe: the drafter's loop owns
+    it."""
+
+    def __init__(self, vllm_config: VllmConfig, in_process: bool, adapters: Sequence[str] = ()) -> None:
+        """adapters: directories of those whose numbers rows have, counted from 1. Raises ConfigError."""
+        from vllm.platforms import current_platform
+
+        if vllm_config.model_config.uses_mrope:
+            raise ConfigError("drafter.model: has multi-dimensional positions (M-RoPE); use a text-only draft model")
+        if vllm_config.model_config.supports_multimodal_inputs:
+            raise ConfigError("drafter.model: vLLM does not run it on text alone; use a text-only draft model")
+        if current_platform.is_cpu():
+            current_platform.register_triton_kernel_overrides()
+        executor = UniProcExecutor if in_process else Executor.get_class(vllm_config)
+        self._core = EngineCore(vllm_config, executor, log_stats=False)
+        self._kv = self._core.scheduler.kv_cache_manager
+        kv_cache_config = self._core.scheduler.kv_cache_config
+        if kv_cache_config.needs_kv_cache_zeroing:
+            raise ConfigError(
+                "drafter.model: has recurrent or mixed-precision layers, whose state cannot be rolled back after a "
+                "rejected draft; use a draft model with attention layers only"
+            )
+        self._requests: dict[str, Request] = {}
+        self._taken: dict[int, KVCacheBlock] = {}
+        self._weights_changes = 0
+        self.block_sizes = tuple(int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups)
+        self.max_model_len: int = vllm_config.model_config.max_model_len
+        self.vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self.max_num_batched_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+
+        self.end_token_ids = _end_token_ids(vllm_config)
+        if adapters:
+            try:
+                self._core.model_executor.collective_rpc("load_adapters", args=(list(adapters),))
+            except Exception as error:
+                raise ConfigError(f"drafter.lora_modules: vLLM does not take one: {last_line(error)}") from error
+
+    def cut_head(self, token_ids: list[int]) -> None:
+        """Draft from these tokens alone, from the next step on. Raises ConfigError where the head cannot be cut."""
+        self._core.model_executor.collective_rpc("cut_head", args=(token_ids,))
+
+    def hashed(self, request_id: str, token_ids: list[int], sampling: DraftSampling) -> Request:
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=list(token_ids),
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
+            pooling_params=None,
+            block_hasher=self._core.request_block_hasher,
+            cache_salt=self._cache_salt(sampling),
+        )
+
+    def _cache_salt(self, sampling: DraftSampling) -> str | None:
+        """KV blocks are of one tenant, one adapter and one version of the weights."""
+        of = sampling.tenant, sampling.adapter, self._weights_changes
+        return "/".join(map(str, of)) if any(of) else None
+
+    def load_weights(self, tensors: Mapping[str, Any]) -> None:
+        self._core.model_executor.collective_rpc("load_weights_of_version", args=(dict(tensors),))
+        self._weights_changes += 1
+
+    def start(self, request_id: str, token_ids: list[int], hashed: Request) -> int:
+        self._requests[request_id] = request = hashed
+        blocks, num_computed, _ = self._kv.get_computed_blocks(request)
+        if num_computed == 0:
+            return 0
+        # Adopted at once: a hit holds no reference, and the first chunk may be many rounds away.
+        adopted = self._kv.allocate_slots(request, 0, num_new_computed_tokens=num_computed, new_computed_blocks=blocks)
+        return 0 if adopted is None else num_computed
+
+    def append(self, request_id: str, token_ids: list[int]) -> None:
+        self._requests[request_id].append_output_token_ids(token_ids)
+
+    def allocate(self, request_id: str, num_computed: int, num_new: int, num_lookahead: int) -> bool:
+        request = self._requests[request_id]
+        request.num_computed_tokens = num_computed
+        if self._kv.allocate_slots(request, num_new, num_lookahead_tokens=num_lookahead) is None:
+            return False
+        request.status = RequestStatus.RUNNING
+        return True
+
+    def give_back(self, request_id: str) -> None:
+        request = self._requests[request_id]
+        self._kv.free(request)
+        request.num_computed_tokens = 0
+
+    def missing(self, request_id: str) -> int:
+        request, kv = self._requests[request_id], self._kv
+        needed: int = kv.coordinator.get_num_blocks_to_allocate(
+            request_id=request_id,
+            num_tokens=request.num_tokens,
+            new_computed_blocks=kv.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=request.num_computed_tokens,
+            num_local_computed_tokens=request.num_computed_tokens,
+            num_tokens_main_model=request.num_tokens,
+            apply_admission_cap=True,  # a sliding window holds no more than itself and a chunk
+        )
+        return needed
+
+    @property
+    def num_free_blocks(self) -> int:
+        free: int = self._kv.block_pool.get_num_free_blocks()
+        return free
+
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        ids: tuple[list[int], ...] = self._kv.get_block_ids(request_id)
+        return ids
+
+    def take_blocks(self, count: int) -> list[int] | None:
+        pool = self._kv.block_pool
+        if count > self.num_free_blocks:
+            return None
+        blocks = pool.get_new_blocks(count)
+        self._taken.update((block.block_id, block) for block in blocks)
+        return [block.block_id for block in blocks]
+
+    def free_blocks(self, block_ids: list[int]) -> None:
+        self._kv.block_pool.free_blocks([self._taken.pop(block_id) for block_id in block_ids])
+
+    def finish(self, request_id: str) -> None:
+        """Free a sequence's blocks; full ones stay in the prefix cache until they are needed."""
+        self._kv.free(self._requests.pop(request_id))
+
+    def run(self, plan: StepPlan) -> list[Drawn | None]:
+        results: list[Any] = self._core.model_executor.collective_rpc("draft", args=(plan,))
+        drawn: list[Drawn | None] = results[0]
+        return drawn
+
+    def count_graphs(self) -> None:
+        """Count which CUDA graphs the steps from now on use. Once."""
+        self._core.model_executor.collective_rpc("count_graphs")
+
+    def take_graph_hits(self) -> dict[str, int]:
+        """Steps since the last call, or since counting began, by graph mode and padded tokens; of the first rank."""
+        hits: list[dict[str, int]] = self._core.model_executor.collective_rpc("take_graph_hits")
+        return hits[0]
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self._kv.usage
+
+    def shutdown(self) -> None:
+        self._core.shutdown()
+
+
+def _end_token_ids(vllm_config: VllmConfig) -> list[int]:
+    """Ids that end an answer, as the checkpoint says."""
+    model_config = vllm_config.model_config
+    named = [
+        getattr(model_config.hf_text_config, "eos_token_id", None),
+        model_config.try_get_generation_config().get("eos_token_id"),
+    ]
+    ids = {token for entry in named for token in (entry if isinstance(entry, list) else [entry])}
+    return sorted(token for token in ids if isinstance(token, int) and 0 <= token < model_config.get_vocab_size())

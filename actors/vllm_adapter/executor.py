@@ -1,0 +1,180 @@
+"""vLLM's Ray executor, with ranks on the bundles, cores and actor names that a RankPlacement asks for.
+
+Six things differ from ``RayExecutorV2``: it connects to a given cluster and namespace and takes the placement
+group it is handed (the stock one insists on a Ray device key, which the CPU platform lacks), it names and places
+each rank, it binds a CPU rank's threads to the rank's own cores before torch starts any, its ranks meet at a store that
+listens on one address only, it asks for drafts together with the step that they follow, and it watches the replica that
+it runs for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.util import placement_group_table
+from vllm import envs
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_distributed_init_method
+from vllm.v1.executor import ray_executor_v2
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
+
+from outrider.actors.vllm_adapter.async_drafts import AsyncDraftVllmConfig
+from outrider.actors.vllm_adapter.heartbeat import HEARTBEAT, end_standing_replica
+from outrider.cluster.link.rendezvous import open_store
+from outrider.cluster.placement import NAMESPACE, RankPlacement, bind_to
+
+_CPU_SPIN_S = 0.0005
+"""On CPU a process that waits for another may spin for so long before it sleeps. vLLM's own second never ends between
+steps, and takes a core from the models: with target and drafter on one core each, a third of both."""
+
+_CPU_RECHECK_MS = 5
+"""A sleeper looks for itself this often. vLLM looks every 5 s, which is how long a notification that gets lost, as
+about one in a thousand does, would stop the engine."""
+
+
+class RankProc(RayWorkerProc):
+    """One rank's process: bound to its cores first, then vLLM's own worker."""
+
+    def __init__(self, vllm_config: Any, rank: int, *args: Any, **kwargs: Any) -> None:
+        cores = RankPlacement.of(vllm_config).cores
+        if cores is not None:
+            bind_to(cores[rank])
+        if not current_platform.is_cpu():
+            # This copy is the rank's own. vLLM lets ranks span nodes only under its own name for Ray.
+            vllm_config.parallel_config.distributed_executor_backend = "ray"
+        super().__init__(vllm_config, rank, *args, **kwargs)
+
+    def _init_message_queues(self, *args: Any) -> None:
+        super()._init_message_queues(*args)
+        sleep_early(self.rpc_broadcast_mq)
+
+    def create_dist_init_method(self) -> str:
+        """Rank 0: opens the store at which the ranks meet. Any peer that reaches it can write to it, so one rank alone
+        keeps it on loopback; vLLM's own listens on every interface."""
+        world_size = self._parallel_config.world_size
+        host = "127.0.0.1" if world_size == 1 else ray.util.get_node_ip_address()
+        # vLLM's name, and its reason: the server has to live until init_process_group opens the same one.
+        self._dist_init_store = open_store(host, world_size, shared=True)
+        return get_distributed_init_method(host, self._dist_init_store.port)
+
+    def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
+        if current_platform.is_cpu():
+            return ray.get_runtime_context().get_node_id(), []
+        return super().get_node_and_physical_gpu_ids()
+
+
+class RayRanksExecutor(RayExecutorV2):
+    """Runs an engine's ranks as named Ray actors. Needs ``parallel_config.placement_group`` and a RankPlacement."""
+
+    def _init_executor(self) -> None:
+        self._placement = RankPlacement.of(self.vllm_config)
+        # Drafting by vLLM itself samples in a call of its own, and mostly tells nobody of its drafts.
+        speculative = self.vllm_config.speculative_config
+        drafts_come_from_afar = speculative is not None and speculative.method == "custom_class"
+        self._runs_ahead = isinstance(self.vllm_config, AsyncDraftVllmConfig)
+        self._asks_early = drafts_come_from_afar and not self._runs_ahead
+        overlaps = speculative is None and self.vllm_config.scheduler_config.async_scheduling
+        self._is_folded = self._runs_ahead or overlaps
+        """A step's tokens come with the call that starts it, see TargetWorker.execute_model."""
+
+        self._drafts: Any = None
+        self._chosen: Any = None
+        """Of a step that was sent ahead and chooses its tokens in the same call."""
+
+        self._masks_are_due = False
+        """A step was sent ahead of the tokens that a grammar has to follow first."""
+
+        with self._seams():
+            super()._init_executor()
+        for queue in self.response_mqs:
+            sleep_early(queue)
+        if (heartbeat := self.vllm_config.additional_config.get(HEARTBEAT)) is not None:
+            threading.Thread(target=end_standing_replica, args=(heartbeat,), name="replica-watch", daemon=True).start()
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        output = super().execute_model(scheduler_output, non_block=non_block)
+        self._masks_are_due = scheduler_output.pending_structured_output_tokens
+        if scheduler_output.total_num_scheduled_tokens and not scheduler_output.has_structured_output_requests:
+            self._ask_for_drafts()
+            self._chosen = output if self._is_folded else None
+        return output
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        if self._chosen is not None:
+            chosen, self._chosen = self._chosen, None
+            return chosen
+        self._masks_are_due = False
+        output = super().sample_tokens(grammar_output, non_block=non_block)
+        self._ask_for_drafts()
+        return output
+
+    def take_draft_token_ids(self) -> Any:
+        if self._runs_ahead and not self._masks_are_due:
+            return None  # the ranks put drafts in themselves
+        drafts, self._drafts = self._drafts, None
+        return super().take_draft_token_ids() if drafts is None else drafts.result()
+
+    def _ask_for_drafts(self) -> None:
+        """vLLM asks when it has processed a step's output. Asked now, rank 0 goes on to wait for the drafter by itself
+        meanwhile, and need not be woken once more."""
+        if self._asks_early:
+            self._drafts = self.collective_rpc(
+                "take_draft_token_ids",
+                timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+                unique_reply_rank=self.output_rank,
+                non_block=True,
+            )
+
+    def _build_runtime_env(self) -> dict:
+        runtime_env = super()._build_runtime_env()
+        runtime_env.setdefault("env_vars", {}).update(self._placement.env_vars)
+        return runtime_env
+
+    @staticmethod
+    def _get_actor_resource_kwargs() -> dict[str, Any]:
+        return {} if current_platform.is_cpu() else RayExecutorV2._get_actor_resource_kwargs()
+
+    def _connect(self, parallel_config: Any, **_: Any) -> None:
+        if not ray.is_initialized():
+            ray.init(address=self._placement.ray_address, namespace=NAMESPACE, log_to_driver=False)
+        if parallel_config.placement_group is None:
+            raise RuntimeError("RayRanksExecutor needs parallel_config.placement_group")
+
+    def _bundles_by_rank(self, group: Any) -> list[tuple[int, str, str]]:
+        """Bundle, node id and node address of each rank. vLLM's own look-up refuses ranks that share a bundle."""
+        node_of = placement_group_table(group)["bundles_to_node_id"]
+        address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        return [(index, node_of[index], address_of[node_of[index]]) for index in self._placement.bundle_indices]
+
+    @contextmanager
+    def _seams(self) -> Iterator[None]:
+        """Point the names that ``_init_executor`` looks up in its module at ours while it runs."""
+        placement = self._placement
+        ours = {
+            "initialize_ray_cluster": self._connect,
+            "get_bundles_sorted_by_node": self._bundles_by_rank,
+            "build_actor_name": lambda instance_id, rank, *sizes: placement.actor_names[rank],
+            "RayWorkerProc": RankProc,
+        }
+        stock = {name: getattr(ray_executor_v2, name) for name in ours}
+        try:
+            for name, value in ours.items():
+                setattr(ray_executor_v2, name, value)
+            yield
+        finally:
+            for name, value in stock.items():
+                setattr(ray_executor_v2, name, value)
+
+
+def sleep_early(queue: Any) -> None:
+    """Let the reader of a vLLM message queue wait for its notification rather than spin."""
+    if current_platform.is_cpu() and queue is not None:
+        condition = queue._spin_condition  # None where nobody reads it on this node
+        if condition is not None and condition.is_reader:
+            condition.busy_loop_s = _CPU_SPIN_S
+            shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = _CPU_RECHECK_MS

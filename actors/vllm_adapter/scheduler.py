@@ -1,0 +1,152 @@
+"""The target's scheduler: vLLM's, told what it cannot know of fairness, deadlines and failures.
+
+`FairScheduling` gives requests their order and long prompts their share of a step, by the rules of
+``actors/round/scheduling.py``. `RoundScheduling` ends requests that no token can be chosen for or whose time is up, and
+sends every round's counts along with its tokens. Both stand in front of vLLM's own scheduler, of either kind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.request import Request, RequestStatus
+
+from outrider.actors.round.request import EXTRA_ARGS_KEY
+from outrider.actors.round.scheduling import MAX_OVERTAKING_S, Deadlines, FairOrder, prefill_threshold
+from outrider.actors.vllm_adapter.async_drafts import AsyncDraftScheduler
+from outrider.actors.vllm_adapter.pipeline_stages import StagedScheduling
+from outrider.actors.vllm_adapter.structured_outputs import serve_both
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler as _Scheduler
+else:
+    _Scheduler = object
+
+
+class FairScheduling(_Scheduler):
+    """Mixin of a vLLM Scheduler with ``scheduling_policy="priority"``. It holds for requests of every kind: they all
+    come through here."""
+
+    def __init__(self, *args: Any, arrival_clock: Callable[[], float] = time.monotonic, **kwargs: Any) -> None:
+        """arrival_clock: vLLM's own arrival_time is of the time of day, by which whoever came before that was put back
+        would wait for so long."""
+        super().__init__(*args, **kwargs)
+        serving = self.vllm_config.additional_config["outrider"]["serving"]
+        self._order = FairOrder(MAX_OVERTAKING_S)
+        # Without keys a caller is an address, which many may share.
+        self._by_caller = serving["gateway"] != "off" and serving["gateway"]["keys_file"] is not None
+        self._arrival_clock = arrival_clock
+
+    def add_request(self, request: Any) -> None:
+        request.priority = self._order.virtual_arrival_ms(
+            self._arrival_clock(),
+            request.num_prompt_tokens,
+            request.max_tokens,
+            caller=_ours(request).get("caller", 0) if self._by_caller else 0,
+            priority=request.priority,
+            answer=_answer_index(request.request_id),
+        )
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        # vLLM reads it at each step, and leaves it alone when a request is the only one. Whoever has chunked prefill
+        # switched off wants prompts whole.
+        if self.scheduler_config.enable_chunked_prefill:
+            self.scheduler_config.long_prefill_token_threshold = prefill_threshold(
+                self.scheduler_config.max_num_batched_tokens,
+                sum(request.is_prefill_chunk for request in self.running),
+                at_least=max(1 + self.num_spec_tokens, self._longest_picture()),
+            )
+        return super().schedule(*args, **kwargs)
+
+    def _longest_picture(self) -> int:
+        """In tokens, of those that may be in the next step, where vLLM runs none in parts: one that is longer than its
+        prompt's share would wait for ever."""
+        if not self.scheduler_config.disable_chunked_mm_input:
+            return 0
+        requests = (*self.running, *self.waiting)
+        return max((each.mm_position.length for request in requests for each in request.mm_features), default=0)
+
+
+def _answer_index(request_id: str) -> int:
+    """Returns which of its request's n answers a sequence is: vLLM puts the index and ``_`` before the id."""
+    index, _, rest = request_id.partition("_")
+    return min(int(index), 64) if rest and index.isdecimal() and len(index) <= 2 else 0
+
+
+class RoundScheduling:
+    """In front of one of vLLM's schedulers."""
+
+    requests: dict[str, Request]
+
+    def __init__(self, *args: Any, clock: Callable[[], float] = time.monotonic, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        serve_both(self.structured_output_manager)  # type: ignore[attr-defined]
+        self._deadlines = Deadlines()
+        self._clock = clock
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        if (timeout_s := _timeout_s(request)) is not None:
+            self._deadlines.add(request.request_id, self._clock() + timeout_s, self.requests)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Requests whose deadline has passed, running or waiting, get no further step. Their front end says so to
+        their clients: it has a deadline of its own, which is no later than this."""
+        if late := self._deadlines.passed(self._clock(), self.requests):
+            self.finish_requests(late, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined]
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Requests that the ranks report in num_nans_in_logits finish with an error; nobody else is touched.
+
+        vLLM only counts them, and a request without tokens would wait for its next step for ever. Requests whose
+        grammar does not compile end the same way, by the same list.
+
+        What vLLM counts for a request's metrics leaves with each round, not only with the last.
+        """
+        failed = model_runner_output.num_nans_in_logits
+        if failed:
+            self.grammar_compile_error_reqs.update(failed)  # type: ignore[attr-defined]
+            for request_id in failed:  # their prompt is done, but there is no output for its logprobs to go with
+                model_runner_output.prompt_logprobs_dict.pop(request_id, None)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                request = self.requests.get(output.request_id)
+                if output.new_token_ids and request is not None and request.spec_decode_metrics is not None:
+                    output.spec_decode_metrics = _as_of_now(request.spec_decode_metrics)
+        return outputs
+
+
+class RoundScheduler(RoundScheduling, StagedScheduling, FairScheduling, Scheduler):
+    """Of an engine that schedules one step at a time."""
+
+
+class AsyncDraftRoundScheduler(RoundScheduling, AsyncDraftScheduler, FairScheduling, AsyncScheduler):
+    """Of an engine that schedules a step while the one before it runs."""
+
+
+class AsyncRoundScheduler(RoundScheduling, FairScheduling, AsyncScheduler):
+    """Of an engine whose steps overlap in vLLM's own way, as with co-located drafting."""
+
+
+def _as_of_now(metrics: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
+    """A copy: vLLM's own goes on counting while another thread writes this one to the wire."""
+    return RequestSpecDecodeMetrics(metrics.num_spec_tokens, list(metrics.histogram), metrics.num_draft_tokens)
+
+
+def _ours(request: Any) -> dict[str, Any]:
+    params = request.sampling_params
+    ours: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
+    return ours
+
+
+def _timeout_s(request: Request) -> float | None:
+    timeout_s: float | None = _ours(request).get("timeout_s")
+    return timeout_s

@@ -1,0 +1,363 @@
+"""The target's engine inside a replica: vLLM's AsyncLLM, in our types. The only module that loads it.
+
+`TargetEngine` turns a GenerationRequest into RoundOutputs, one a round. `EngineLoad` keeps what vLLM's scheduler last
+reported, as one of AsyncLLM's statistics loggers, and `RoundOutputProcessor` notes which round each token came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerManager
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+from outrider.actors.replica_calls import (
+    GenerationRequest,
+    ModelInfo,
+    RequestIdInUse,
+    RoundOutput,
+    TokenizeRequest,
+    Tokens,
+)
+from outrider.actors.request_constraints import Mode
+from outrider.actors.round.origins import RoundLog, SpeculationTotals
+from outrider.actors.vllm_adapter.adapters import Adapters
+from outrider.actors.vllm_adapter.client_text import keep_out_of_logs
+from outrider.actors.vllm_adapter.engine_requests import (
+    is_of_request,
+    refusal,
+    round_outputs,
+    sampling_params,
+    traced_generate,
+)
+from outrider.actors.vllm_adapter.prompts import PromptTokenizer
+from outrider.actors.vllm_adapter.step_watch import WATCH_EVERY_S, StepWatch
+from outrider.actors.vllm_adapter.work_meter import WorkMeter
+
+logger = logging.getLogger("ray.serve.outrider.target")
+
+VLLM_LIMITS = {"VLLM_MAX_N_SEQUENCES": "64", "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
+"""vLLM's own limits, where the environment sets none: answers to one prompt, each of which takes a row of every step
+(its default is 16384), and no redirects from allowed_media_domains to other hosts."""
+
+
+class EngineLoad:
+    """Running and waiting requests, KV usage and preemptions of one engine."""
+
+    def __init__(self) -> None:
+        self.running = self.waiting = 0
+        self.kv_cache_usage = 0.0
+        self.preemptions = 0
+        self.work = WorkMeter()
+        self.on_step: Callable[[], None] | None = None
+        """Called with each output of the engine's."""
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "running": self.running,
+            "waiting": self.waiting,
+            "kv_cache_usage": self.kv_cache_usage,
+            "preemptions": self.preemptions,
+        }
+
+    def factory(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
+        """What AsyncLLM takes in stat_loggers."""
+        return _Recorder(self)
+
+
+class _Recorder(StatLoggerBase):
+    def __init__(self, load: EngineLoad) -> None:
+        self._load = load
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        """With each output of the engine's: one a step, whether it holds tokens or not."""
+        if self._load.on_step is not None:
+            self._load.on_step()
+        if scheduler_stats is not None:
+            self._load.running = scheduler_stats.num_running_reqs
+            self._load.waiting = scheduler_stats.num_waiting_reqs
+            self._load.kv_cache_usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self._load.preemptions += iteration_stats.num_preempted_reqs
+            self._load.work.stepped(
+                iteration_stats.num_prompt_tokens + iteration_stats.num_generation_tokens,
+                ((each.num_prompt_tokens, each.num_generation_tokens) for each in iteration_stats.finished_requests),
+                busy=bool(self._load.running or self._load.waiting),
+            )
+
+    def log_engine_initialized(self) -> None:
+        return None
+
+
+class RoundOutputProcessor(OutputProcessor):
+    """Made of an OutputProcessor by log_rounds."""
+
+    round_log: RoundLog
+
+    def process_outputs(self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
+        watched = [(output, *key) for output in engine_core_outputs if (key := self._watched(output)) is not None]
+        result = super().process_outputs(engine_core_outputs, *args, **kwargs)
+        # Only now: what follows a stop string has been cut off. The requests' consumers have not run yet.
+        for output, request_id, index in watched:
+            totals = _totals(output.spec_decode_metrics)
+            self.round_log.note(request_id, index, len(output.new_token_ids), totals)
+        return result
+
+    def _watched(self, output: EngineCoreOutput) -> tuple[str, int] | None:
+        """The caller's id of the request, and which of its answers the output is for."""
+        state = self.request_states.get(output.request_id)
+        if state is None:
+            return None
+        owner = state.parent_req if state.parent_req is not None else state
+        return (owner.external_req_id, state.request_index) if self.round_log.watches(owner.external_req_id) else None
+
+
+def log_rounds(processor: OutputProcessor, log: RoundLog) -> None:
+    """From now on processor notes in log what its watched requests get."""
+    processor.__class__ = RoundOutputProcessor
+    processor.round_log = log
+
+
+def leave_out_lora_info(manager: StatLoggerManager | None) -> None:
+    """vLLM's ``vllm:lora_requests_info`` has a series for every set of adapters that ever ran or waited together, in
+    every order: as many as clients like."""
+    for stat_logger in [] if manager is None else manager.stat_loggers:
+        if isinstance(stat_logger, PrometheusStatLogger):
+            stat_logger.gauge_lora_info = None
+
+
+def _totals(metrics: RequestSpecDecodeMetrics | None) -> SpeculationTotals | None:
+    if metrics is None:
+        return None
+    accepted = sum(accepted * rounds for accepted, rounds in enumerate(metrics.histogram))
+    return SpeculationTotals(sum(metrics.histogram), metrics.num_draft_tokens, accepted)
+
+
+class TargetEngine:
+    """Loads the model at construction (tens of seconds to minutes), in processes and actors of its own.
+
+    chat_template: in place of the tokenizer's own. structured_output: see ServingConfig. serves_lora: requests may
+    name an adapter. report_cached_tokens: answers tell how much of their prompt was cached, and so what others have
+    asked.
+    """
+
+    _steps: StepWatch | None = None
+    """Once they are watched."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        chat_template: str | None = None,
+        structured_output: Mode = "all",
+        serves_lora: bool = False,
+        report_cached_tokens: bool = False,
+    ) -> None:
+        keep_out_of_logs()
+        for name, limit in VLLM_LIMITS.items():
+            os.environ.setdefault(name, limit)
+        self._load = EngineLoad()
+        self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
+        # vLLM's front door refuses min_p and logit_bias under speculation, since its own rejection sampler does not
+        # apply them to drafted tokens (vllm#42744). Ours does, on every row; nothing else we use there looks at this.
+        # Co-located drafting is verified by vLLM's, so there the refusal stands.
+        if (speculative := vllm_config.speculative_config) is not None and speculative.method == "custom_class":
+            self._llm.input_processor.speculative_config = None
+        self._structured_output: Mode = structured_output
+        self._report_cached_tokens = report_cached_tokens
+        self.adapters = Adapters()
+        if serves_lora:
+            leave_out_lora_info(self._llm.logger_manager)
+        self._max_model_len = self._llm.model_config.max_model_len
+        self._vocab_size = self._llm.model_config.get_vocab_size()
+        self._tokens = PromptTokenizer(self._llm.renderer, self._vocab_size, self._max_model_len, chat_template)
+        self._rounds = RoundLog(speculating=speculative is not None)
+        log_rounds(self._llm.output_processor, self._rounds)
+        self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        self._watching: asyncio.Task[None] | None = None
+        self._stands_still: str | None = None
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """For vLLM's own serving classes."""
+        return self._llm
+
+    async def warm_up(self) -> None:
+        """The first steps pay for what is set up lazily (tens of seconds for CPU ranks that share cores), and the first
+        request for log-probabilities for what vLLM compiles then: every other request would stand still meanwhile."""
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+        async for _ in self._llm.generate(TokensPrompt(prompt_token_ids=[0, 0]), params, "warm-up"):
+            pass
+
+    def watch_steps(self, least_s: float) -> None:
+        """From now on an engine that stands still for so long, and for MEDIANS times the usual step, is dead: its
+        requests end, new ones are refused, and check_health says why."""
+        watch = self._steps = StepWatch(least_s)
+        self._load.on_step = watch.stepped
+        self._watching = asyncio.create_task(self._watch(watch))
+
+    async def _watch(self, watch: StepWatch) -> None:
+        llm = self._llm
+        reason = None
+        while reason is None:
+            await asyncio.sleep(WATCH_EVERY_S)
+            reason = watch.tick(llm.output_processor.has_unfinished_requests())
+        logger.error("%s; this replica is to be replaced", reason)
+        self._stands_still = reason
+        llm.engine_core.resources.engine_dead = True
+        llm.output_processor.propagate_error(EngineDeadError())
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
+        """One RoundOutput per round and answer, an answer's last one with finish_reason; those of n answers are
+        interleaved. Closing the generator aborts the request, all of its answers.
+
+        Raises RequestError for what the model cannot serve, RequestIdInUse, TimeoutError when the request's deadline
+        passes, SamplingFailed when no next token can be chosen, ConnectionError when the engine is gone.
+        """
+        if self._rounds.watches(request.engine_id):
+            raise RequestIdInUse(request.request_id)
+        self._rounds.watch(request.engine_id)
+        try:
+            adapter = self.adapters.find(request.adapter)
+            async with asyncio.timeout(request.seconds_left()):
+                ids = await self._tokens.prompt_ids(request)
+            params = sampling_params(request, len(ids), self._max_model_len, self._structured_output)
+            async with aclosing(self._outputs(request, ids, params, adapter)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._rounds.forget(request.engine_id)
+
+    async def _outputs(
+        self, request: GenerationRequest, ids: list[int], params: SamplingParams, adapter: LoRARequest | None
+    ) -> AsyncGenerator[RoundOutput, None]:
+        prompt = TokensPrompt(prompt_token_ids=ids)
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        # An answer here is one text, reasoning and all: a constraint holds for the whole of it.
+        stream = traced_generate(
+            self._llm,
+            prompt,
+            params,
+            request.engine_id,
+            request.trace_headers,
+            reasoning_ended=True,
+            lora_request=adapter,
+        )
+        num_tokens: dict[int, int] = {}
+        async with aclosing(stream):
+            while True:
+                try:
+                    async with asyncio.timeout(request.seconds_left()):
+                        output = await anext(stream)
+                except StopAsyncIteration:
+                    return
+                except EngineDeadError as error:
+                    raise ConnectionError("the engine is gone") from error
+                except VLLMClientError as error:
+                    raise refusal(error, request) from None
+                except EngineGenerateError as error:
+                    # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
+                    if num_tokens or not isinstance(error.__cause__, ValueError):
+                        kind = type(error.__cause__ or error).__name__  # its text may be the client's
+                        raise RuntimeError(f"the engine failed: {kind}") from None  # see check_health
+                    raise refusal(error.__cause__, request) from None
+                cached = self._report_cached_tokens
+                for each in round_outputs(output, request, num_tokens, self._rounds, report_cached_tokens=cached):
+                    yield each
+                if output.finished:
+                    return
+
+    async def abort(self, request_id: str, caller: int | None = None) -> bool:
+        """End a request, running or waiting, that caller asked for, None: whoever did. Its last output says ``abort``.
+        Returns whether it was here. One of OpenAI's API goes by the id it came with and by that of its answer."""
+        known = self._llm.output_processor.external_req_ids
+        ids = [each for each, running in known.items() if running and is_of_request(each, request_id, caller)]
+        if not ids:
+            return False
+        await self._llm.abort(ids)
+        return True
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokens:
+        """Raises RequestError."""
+        return await self._tokens.tokenize(request)
+
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Raises RequestError."""
+        return await self._tokens.detokenize(token_ids, skip_special_tokens)
+
+    def model_info(self) -> ModelInfo:
+        """Without what speculation is configured to do."""
+        config = self._llm.model_config
+        ends = config.try_get_generation_config().get("eos_token_id")
+        if ends is None:
+            ends = getattr(config.hf_text_config, "eos_token_id", None)
+        return ModelInfo(
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+            dtype=str(config.dtype).removeprefix("torch."),
+            architecture=config.architecture,
+            tokenizer=self._tokens.name,
+            has_chat_template=self._tokens.has_chat_template,
+            eos_token_ids=tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,),
+        )
+
+    async def call_ranks(self, method: str) -> list[Any]:
+        """Call a method of the ranks' worker between two steps. Replies, plain values only, in rank order."""
+        replies: list[Any] = await self._llm.collective_rpc(method)
+        return replies
+
+    def load(self) -> dict[str, Any]:
+        """``running`` and ``waiting`` requests, ``kv_cache_usage`` 0..1."""
+        return self._load.snapshot()
+
+    def report(self) -> dict[str, float]:
+        """What autoscaling goes by: see Report in outrider.actors.serving.autoscaling."""
+        load, work = self._load, self._load.work
+        states = [state for state in self._llm.output_processor.request_states.values() if state.is_prefilling]
+        tokens = sum(work.expected_tokens(state.prompt_len, state.max_tokens_param) for state in states)
+        # Some of those without a token yet have a seat, and wait for nothing.
+        waiting_tokens = tokens * min(1.0, load.waiting / len(states)) if states else 0.0
+        return {
+            "running": float(load.running),
+            "waiting": float(load.waiting),
+            "seats": float(self._max_num_seqs),
+            "waiting_tokens": waiting_tokens,
+            "request_tokens": work.request_tokens,
+            "tokens_per_s": work.tokens_per_s,
+            "kv_cache_usage": float(load.kv_cache_usage),
+            "step_ms": 0.0 if self._steps is None else 1e3 * self._steps.usual_s,
+        }
+
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds, running and cached together."""
+        cache = self._llm.vllm_config.cache_config
+        return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError when the engine is dead or stands still. No error of vLLM's: Serve's controller would
+        import vLLM, and torch with it, to read it: 460 MiB, and seconds in which it replaces nobody."""
+        if self._stands_still is not None:
+            raise RuntimeError(self._stands_still)
+        try:
+            await self._llm.check_health()
+        except EngineDeadError as error:
+            raise RuntimeError(str(error)) from None
+
+    def shutdown(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        self._llm.shutdown()

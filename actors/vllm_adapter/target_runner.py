@@ -1,0 +1,303 @@
+"""The round in vLLM's model runner: which of its events become which of `Round`'s, and nothing else.
+
+The Verifier, the first rank of the last pipeline stage, alone chooses tokens. Every rank of that stage takes its
+committed ids by broadcast, in every step; those of the stages before it hear of them with the next step (stages.py).
+Only names that vLLM's engine or runner calls are overridden here, of vLLM 0.32's first model runner
+(``VLLM_USE_V2_MODEL_RUNNER=0``); what they do is in ``actors/round/``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
+
+from outrider.actors.observability.logs import about
+from outrider.actors.round.round import UNUSABLE, Arrival, Round, Step
+from outrider.actors.verification.batch import Status
+from outrider.actors.verification.transfer import in_one_read
+from outrider.actors.vllm_adapter import async_drafts, pipeline_stages
+from outrider.actors.vllm_adapter.overlap import UNREAD, LaterOutput, Overlap
+from outrider.actors.vllm_adapter.target_sampler import TargetSampler, reads_output
+
+logger = logging.getLogger(__name__)
+
+
+class RoundRunner:
+    """Mixed in front of the platform's model runner, see TargetWorker.init_device."""
+
+    round: Round | None
+    """None on every rank but the Verifier."""
+
+    num_prompt_logprobs: dict[str, int]
+    """vLLM's: of the requests whose prompts' are asked for."""
+
+    def install(
+        self,
+        round_: Round | None,
+        runs_ahead: bool = False,
+        overlaps: bool = False,
+        sampler: TargetSampler | None = None,
+    ) -> None:
+        """runs_ahead: steps are scheduled while the one before them runs, see ahead.py. overlaps: they are launched
+        then too, see overlap.py. sampler: of the Verifier, to be warmed up."""
+        self.round, self._target_sampler = round_, sampler
+        self._runs_ahead = runs_ahead
+        self._overlap = Overlap() if overlaps else None
+        self._statuses: torch.Tensor | None = None
+        """Of a step that overlaps with the next, on their way to the host."""
+
+        self._step = Step(0, 0, 0, False, {})
+        self._status: list[int] | None = None
+        self._slots: dict[str, int] = {}
+        """How many drafts there was room for, where the step was scheduled ahead."""
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        step = self._step = _step(self._step.number + 1, scheduler_output)
+        step.overlaps = self._overlap is not None
+        if not self._runs_ahead:
+            # Room for drafts that nobody proposed, which vLLM gives a waiting request that needs one token.
+            step.allowed = {request_id: 0 for request_id, ids in step.drafts.items() if ids[0] == UNUSABLE}
+        if self.round is not None:
+            self.round.begin(step)
+        if self._runs_ahead and step.num_tokens:
+            self._put_right(scheduler_output, step)
+        if not get_pp_group().is_last_rank:
+            cached, most = scheduler_output.scheduled_cached_reqs, self.num_spec_tokens  # type: ignore[attr-defined]
+            pipeline_stages.apply_committed_tokens(cached, self.requests, self.input_batch, most)  # type: ignore[attr-defined]
+        started = time.perf_counter()
+        output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        step.target_s += time.perf_counter() - started
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        step, started = self._step, time.perf_counter()
+        self._status = None
+        if grammar_output is not None and self._runs_ahead:
+            self._cut_by(grammar_output)
+            grammar_output = async_drafts.fit_mask(grammar_output, self._slots, step.drafts)
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self._overlap is not None and self._statuses is not None:
+            return self._read_later(output, started)
+        if self._runs_ahead and output.req_ids:
+            output.num_drafts = {request_id: step.num_drafts(request_id) for request_id in step.drafts}
+        if self._status is not None:
+            discarded = self.discard_request_mask.np[: len(self._status)]
+            self._report(output, self._status, np.flatnonzero(discarded))
+        step.target_s += time.perf_counter() - started
+        if self.round is not None:
+            self.round.commit(step, dict(zip(output.req_ids, output.sampled_token_ids, strict=False)))
+        return output
+
+    def _read_later(self, output: Any, started: float) -> LaterOutput:
+        """output: vLLM's, of a step that overlaps with the next one."""
+        assert self.round is not None
+        assert self._overlap is not None
+        assert self._statuses is not None
+        step, discarded = self._step, set(np.flatnonzero(self.discard_request_mask.np[: len(self._statuses)]))  # type: ignore[attr-defined]
+        request_ids = list(self.input_batch.req_ids)  # type: ignore[attr-defined]
+        given = [None if row in discarded else request_id for row, request_id in enumerate(request_ids)]
+        step.target_s += time.perf_counter() - started
+        self.round.commit(step, {request_id: [UNREAD] for request_id in given if request_id is not None})
+        self._overlap.chose(output, [None if each is None else self.round.requests.get(each) for each in given])
+        statuses, self._statuses = self._statuses, None
+        return LaterOutput(output, statuses, lambda read, values: self._report(read, values, discarded))
+
+    def take_draft_token_ids(self) -> Any:
+        if self.round is None:
+            return None
+        if self._runs_ahead:  # asked for before a grammar's masks are made: those of the step that runs
+            return DraftTokenIds(list(self._step.drafts), [list(ids) for ids in self._step.drafts.values()])
+        request_ids = list(self.input_batch.req_ids)  # type: ignore[attr-defined]
+        return DraftTokenIds(request_ids, self.round.take_drafts(self._step, request_ids))
+
+    def _put_right(self, scheduled: Any, step: Step) -> None:
+        """The step before this one is done: what was scheduled becomes what is to run."""
+        request_ids = list(scheduled.num_scheduled_tokens)
+        self._slots = {request_id: len(ids) for request_id, ids in step.drafts.items()}
+        chosen: list[list[int] | None] = []
+        if self.round is not None:
+            # Where a request has no token in flight, its masks have been made already, for one row.
+            masked = scheduled.has_structured_output_requests and not scheduled.pending_structured_output_tokens
+            room = [
+                0 if masked and self.round.is_structured(request_id) else self._slots.get(request_id, 0)
+                for request_id in request_ids
+            ]
+            chosen = self.round.settle(step, request_ids, room)
+        group = get_tp_group()
+        if group.world_size > 1:
+            chosen = group.broadcast_object(chosen)  # rank 0's, over shared memory where the ranks share a node
+        drafts = dict(zip(request_ids, chosen, strict=True))
+        known = self.requests  # type: ignore[attr-defined]
+        async_drafts.reconcile_scheduler_output(
+            scheduled,
+            drafts,
+            {request_id: known[request_id].num_tokens for request_id in scheduled.scheduled_cached_reqs.req_ids},
+        )
+        step.schedule(scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens)
+
+    def _cut_by(self, grammar_output: Any) -> None:
+        """Masks end with the last draft that a grammar allows: nothing after it may be kept."""
+        allowed = grammar_output.num_acceptable_drafts or [0] * len(grammar_output.structured_output_request_ids)
+        for request_id, count in zip(grammar_output.structured_output_request_ids, allowed, strict=True):
+            drafts = self._step.drafts.get(request_id, [])
+            if len(drafts) > count:
+                drafts[count:] = [UNUSABLE] * (len(drafts) - count)
+                self._step.allowed[request_id] = count
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        # vLLM winds a seeded request's generator back after a partial prefill, which torch refuses on CPU. Nothing
+        # here draws from it.
+        self.input_batch.generators.clear()  # type: ignore[attr-defined]
+        request_ids = self.input_batch.req_ids  # type: ignore[attr-defined]
+        if self.round is not None:
+            metadata = self.input_batch.sampling_metadata  # type: ignore[attr-defined]
+            if self._overlap is not None:
+                self._catch_up(request_ids)
+            output = self.round.choose(self._step, request_ids, logits, metadata)
+        else:
+            shape = (len(request_ids), self._step.width + 1)
+            output = SamplerOutput(torch.empty(shape, dtype=torch.int32, device=self.device), None)  # type: ignore[attr-defined]
+        chosen, group = output.sampled_token_ids, get_tp_group()
+        if group.world_size > 1:
+            chosen = group.broadcast(chosen, src=0)
+        if self._overlap is not None:
+            # No id that the model has no row for: the request ends without it.
+            output.sampled_token_ids = chosen[:, :1].clamp(min=0)
+            if self.round is not None:
+                self._statuses = chosen[:, -1].to("cpu", non_blocking=True)
+            return output
+        # The step's one read of the device. vLLM's runner is given host memory, and reads nothing more.
+        if (logprobs := output.logprobs_tensors) is None:
+            chosen = chosen.cpu()
+        else:
+            chosen, *parts = in_one_read([chosen, *logprobs[:3]])
+            output.logprobs_tensors = LogprobsTensors(*parts)
+        output.sampled_token_ids = chosen[:, :-1]
+        if self.round is not None:
+            self._status = chosen[:, -1].tolist()
+        return output
+
+    def warm_up_sampler(self) -> None:
+        """Compiles what verification compiles on first use."""
+        if self._target_sampler is not None and self.round is not None:
+            deployment = self.round.deployment
+            drafts = deployment.num_speculative_tokens
+            top_n = deployment.draft_top_n if drafts else 0
+            self._target_sampler.warm_up(deployment.vocab_size, drafts, top_n)
+
+    @torch.inference_mode()
+    def _dummy_sampler_run(self, hidden_states: Tensor) -> Tensor:
+        """Runs our sampler in place of vLLM's, with as many rows as a step may have. vLLM asks for it while it profiles
+        memory, and once more before it begins to watch for kernels that are compiled late. hidden_states: [requests,
+        H]. Returns logits."""
+        if self.device.type == "cpu":  # type: ignore[attr-defined]  # nothing is profiled there
+            return super()._dummy_sampler_run(hidden_states)  # type: ignore[misc]
+        logits: Tensor = self.model.compute_logits(torch.rand_like(hidden_states))  # type: ignore[attr-defined]
+        if self._target_sampler is not None and self.round is not None:
+            self.warm_up_sampler()
+            deployment = self.round.deployment
+            rows = 1 + deployment.num_speculative_tokens
+            requests = max(1, min(self.max_num_reqs, self.max_num_tokens // rows))  # type: ignore[attr-defined]
+            largest = logits.new_zeros(requests * rows, logits.shape[1])
+            self._target_sampler.profile(largest, deployment.num_speculative_tokens, deployment.draft_top_n)
+        return logits
+
+    def _catch_up(self, request_ids: list[str]) -> None:
+        """Texts as the runner has them, but for ids that nobody has read: one that was preempted has lost the token
+        that was on its way."""
+        assert self.round is not None
+        assert self._overlap is not None
+        for request_id in request_ids:
+            known, request = self.requests[request_id], self.round.requests[request_id]  # type: ignore[attr-defined]
+            if known.num_tokens != len(request.token_ids):
+                request.token_ids[request.num_prompt_tokens :] = known.output_token_ids
+                self._overlap.forget(request)
+        self._overlap.read(any(reads_output(self.round.requests[request_id].params) for request_id in request_ids))
+
+    def _get_prompt_logprobs_dict(self, hidden_states: Any, num_scheduled_tokens: Any) -> Any:
+        """One request after the other where there are adapters: vLLM's output head looks up the adapter of each of its
+        rows, and has been told of those that tokens are chosen from, not of a prompt's."""
+        asked = self.num_prompt_logprobs
+        if not asked or self.lora_config is None:  # type: ignore[attr-defined]
+            return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)  # type: ignore[misc]
+        found: dict[str, Any] = {}
+        try:
+            for request_id in [each for each in asked if each in num_scheduled_tokens]:
+                self.num_prompt_logprobs = {request_id: asked[request_id]}
+                self._map_prompt(self.requests[request_id], num_scheduled_tokens[request_id])  # type: ignore[attr-defined]
+                found |= super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)  # type: ignore[misc]
+                if not self.num_prompt_logprobs:  # its prompt is done
+                    del asked[request_id]
+        finally:
+            self.num_prompt_logprobs = asked
+        return found
+
+    def _map_prompt(self, request: Any, num_tokens: int) -> None:
+        """The output head's next rows are those of a request's prompt of which num_tokens were scheduled."""
+        if request.prompt_token_ids is None:
+            return
+        count = min(num_tokens, len(request.prompt_token_ids) - request.num_computed_tokens - 1)
+        if count > 0:
+            adapter = request.lora_request
+            mapping = (0 if adapter is None else adapter.lora_int_id,) * count
+            self._set_active_loras(mapping, mapping, set() if adapter is None else {adapter})  # type: ignore[attr-defined]
+
+    def _report(self, output: Any, statuses: list[int], discarded: Collection[int]) -> None:
+        """Tell the scheduler of requests that have no next token, and count proposals that could not be used.
+        discarded: rows whose prompt is not done."""
+        failed = {}
+        for index, status in enumerate(statuses):
+            request_id = output.req_ids[index]
+            if status & Status.BAD_LOGITS and index not in discarded:
+                failed[request_id] = 1
+                output.sampled_token_ids[index] = []  # where steps overlap an id stands in for it
+                if self.round is not None and self._overlap is None:
+                    self.round.has_no_next_token(request_id)
+                message = "request %s: no token can be chosen: its logits are not finite or all masked"
+                logger.error(message, request_id, extra=about(request_id))
+            if status & Status.BAD_PROPOSAL and self.round is not None and request_id not in self._step.allowed:
+                self.round.proposal_was_bad(request_id)
+        output.num_nans_in_logits = failed  # also where vLLM was asked to count: RoundScheduler ends who is in here
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # The stock answer decides for the whole batch at once; here length is each request's own matter.
+        return False
+
+    def _copy_draft_token_ids_to_cpu(self, scheduler_output: Any, zeros_only: bool = False) -> None:
+        # Stock code proposes zeros when the in-process drafter is skipped; ours are taken in take_draft_token_ids.
+        return None
+
+
+def _step(number: int, scheduled: Any) -> Step:
+    """scheduled: vLLM's SchedulerOutput."""
+    return Step.of(
+        number,
+        scheduled.num_scheduled_tokens,
+        scheduled.scheduled_spec_decode_tokens,
+        arrived=[
+            Arrival(
+                new.req_id,
+                new.sampling_params,
+                new.prompt_token_ids,
+                _prompt_length(new),
+                "" if new.lora_request is None else new.lora_request.lora_name,
+                len(new.mm_features),
+            )
+            for new in scheduled.scheduled_new_reqs
+        ],
+        resumed=scheduled.scheduled_cached_reqs.resumed_req_ids,
+        finished=scheduled.finished_req_ids,
+        preempted=scheduled.preempted_req_ids or (),
+    )
+
+
+def _prompt_length(new: Any) -> int:
+    return len(new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds)

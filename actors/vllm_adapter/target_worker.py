@@ -1,0 +1,173 @@
+"""The target's ranks: vLLM's worker, its model runner with the round of ``target_runner.py`` built in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
+from outrider.actors.observability.tracing import RoundTracer, process_tracer
+from outrider.actors.round.learning_recorder import LearningRecorder
+from outrider.actors.round.length import FixedLengths, LengthController
+from outrider.actors.round.request import Deployment
+from outrider.actors.round.round import Round
+from outrider.actors.verification.likeliest import likeliest
+from outrider.actors.vllm_adapter import pipeline_stages
+from outrider.actors.vllm_adapter.engine_args import worker_class
+from outrider.actors.vllm_adapter.executor import sleep_early
+from outrider.actors.vllm_adapter.target_runner import RoundRunner
+from outrider.actors.vllm_adapter.target_sampler import TargetSampler
+from outrider.cluster.config import DraftModelConfig, OutriderConfig
+from outrider.cluster.link.codec import frame_capacity_words, unpack
+from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
+
+
+class RemoteProposer:
+    """vLLM's ``custom_class`` proposer: present on every rank, does nothing. Drafts come through the Round."""
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, model: Any) -> None: ...
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        raise RuntimeError("drafts come from a drafter actor; the in-process proposer must not be asked")
+
+
+class TargetWorker(worker_class()):  # type: ignore[misc]
+    """One rank of the target. The Verifier, the first of the last pipeline stage, also holds the Round and keeps its
+    link."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        group = get_tp_group()
+        if group.world_size > 1:
+            # The group's communicator is made with the first broadcast: before memory is profiled, not in the first
+            # step. vLLM's own collectives have another.
+            group.broadcast(torch.zeros(1, device=self.device))
+            sleep_early(group.mq_broadcaster)
+        settings = self.vllm_config.additional_config
+        config = OutriderConfig.model_validate(settings["outrider"])
+        runner = self.model_runner
+        runner.__class__ = type("RoundModelRunner", (RoundRunner, type(runner)), {})
+        sampler: TargetSampler | None = None
+        self._round: Round | None = None
+        self._keeper: LinkKeeper | None = None
+        if self.rank == config.target.verifier_rank:
+            sampler = TargetSampler(self.vllm_config, runner.sampler, self.device)
+            self._round = self._make_round(config, sampler)
+        overlaps = self.scheduler_config.async_scheduling
+        runner.install(self._round, config.target.schedules_ahead and not overlaps, overlaps, sampler)
+        if self.vllm_config.speculative_config is not None and not hasattr(runner, "drafter"):
+            runner.drafter = RemoteProposer(self.vllm_config)  # vLLM makes it on the last stage, and looks on every one
+        if self._round is not None and config.remote_drafter is not None:
+            vocab_size, k = self.model_config.get_vocab_size(), config.num_speculative_tokens
+            self._keeper = LinkKeeper(
+                config,
+                ReplicaIdentity(**settings["outrider_replica"]),
+                vocab_size=vocab_size,
+                capacity_words=frame_capacity_words(
+                    self.scheduler_config.max_num_seqs, k, config.speculation.draft_top_n
+                ),
+                decode=lambda payload: unpack(payload, vocab_size, k),
+                on_link=self._round.offer_link,
+                device=None if self.device.type == "cpu" else str(self.device),
+                work=self._round.work,
+            )
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.vllm_config.lora_config is not None and self.device.type == "cpu":
+            spare_batches(self.model_runner.lora_manager)
+
+    def _make_round(self, config: OutriderConfig, sampler: TargetSampler) -> Round:
+        drafts = config.remote_drafter is not None
+        tracer = process_tracer("verifier") if drafts else None
+        learn = config.drafter.learn if isinstance(config.drafter, DraftModelConfig) else None
+        deployment = Deployment(
+            verification=config.speculation.verification,
+            num_speculative_tokens=config.num_speculative_tokens if drafts else 0,
+            draft_top_n=config.speculation.draft_top_n,
+            vocab_size=self.model_config.get_vocab_size(),
+            max_model_len=self.model_config.max_model_len,
+            remembers_answers=config.remote_drafter is not None and config.remote_drafter.remembers_answers,
+            draft_adapters=_draft_adapters(config),
+        )
+        return Round(
+            sampler,
+            deployment,
+            config.link,
+            self._lengths(config) if drafts else FixedLengths(0),
+            names_requests=config.serving.log_format == "json",
+            tracer=None if tracer is None else RoundTracer(tracer),
+            teaching=None if learn is None else LearningRecorder(likeliest),
+        )
+
+    def _lengths(self, config: OutriderConfig) -> LengthController | FixedLengths:
+        k = config.num_speculative_tokens
+        if not config.speculation.adaptive:
+            return FixedLengths(k)
+        return LengthController(k)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Sample in the same call where no grammar has to be waited for: vLLM then spares a message each way."""
+        output = super().execute_model(scheduler_output)
+        if output is None and not scheduler_output.has_structured_output_requests:
+            output = self.sample_tokens(None)
+        return output
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        pipeline_stages.make_room_between(self.model_runner)
+        if self.device.type == "cpu":  # elsewhere vLLM has had the runner do it
+            self.model_runner.warm_up_sampler()
+        return times
+
+    def open_link(self) -> bool:
+        """Start keeping the link. Called once, by the target replica, when the engine is ready to serve."""
+        if self._keeper is None or self._round is None:
+            return False
+        self._round.reset_statistics()
+        self._keeper.start()
+        return True
+
+    def round_status(self) -> dict[str, Any] | None:
+        """Verifier: the rounds' and the link's status, in plain values. None elsewhere, and without a drafter."""
+        if self._keeper is None or self._round is None:
+            return None
+        return {"rounds": self._round.status(), "link": self._keeper.status()}
+
+    def round_metrics(self) -> dict[str, Any] | None:
+        """Verifier: what is exported of rounds and link, in plain values. None elsewhere, and without a drafter."""
+        if self._keeper is None or self._round is None:
+            return None
+        return {"rounds": self._round.metrics(), "link": self._keeper.status()}
+
+    def shutdown(self) -> None:
+        if self._keeper is not None:
+            self._keeper.stop()
+        super().shutdown()
+
+
+def _draft_adapters(config: OutriderConfig) -> dict[str, int]:
+    """Adapters that the drafter has, and their numbers: see DraftWorker.load_adapters."""
+    own = config.drafter.lora_modules if isinstance(config.drafter, DraftModelConfig) else ()
+    return {module.name: number for number, module in enumerate(own, start=1)}
+
+
+def spare_batches(lora_manager: Any) -> None:
+    """A batch in which nobody names an adapter runs none of their kernels. vLLM's CPU wrapper allocates for every layer
+    then, and multiplies the output head's rows by an empty slot's zeros: a fifth of a small model's step. Its GPU
+    kernels leave at once. lora_manager: of vLLM's model runner on CPU, its model loaded."""
+    for wrapper in lora_manager._adapter_manager.punica_wrapper_mapping.values():
+        for name in ("add_lora_linear", "add_lora_logits"):  # what they change, they change in place
+            setattr(wrapper, name, _spared(wrapper, getattr(wrapper, name)))
+
+
+def _spared(wrapper: Any, kernel: Callable[..., None]) -> Callable[..., None]:
+    def run(*args: Any, **kwargs: Any) -> None:
+        if not wrapper.no_lora:  # no token of the batch has an adapter
+            kernel(*args, **kwargs)
+
+    return run

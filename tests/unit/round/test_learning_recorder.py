@@ -1,0 +1,166 @@
+"""What the target thought is told after its tokens, of who may be learned from, and of nobody else."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.actors.round.learning_recorder import LearningRecorder
+from outrider.actors.verification.likeliest import LEAST_LOG_P, likeliest
+from outrider.cluster.link.messages import TAUGHT_TOP, Commit, TrainingSample
+from tests.unit.round.scripted_link import PROMPT, Engine, arrival, asked, drafting, opened, params
+
+CHANGED = {
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "min_tokens": 3,
+    "logit_bias": {5: 1.0},
+    "bad_words_token_ids": [[5]],
+    "allowed_token_ids": [5, 6],
+    "structured_outputs": object(),
+}
+
+
+class Rows:
+    """Logits that are the numbers of their rows, and what was asked of them."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, logits, rows):
+        self.asked.append((logits, list(rows)))
+        ids = np.array([[100 * logits + row, 1] for row in rows], np.int32)
+        return ids, np.full(ids.shape, -1.0, np.float16)
+
+
+def teaching_engine(answer=None):
+    rows = Rows()
+    return Engine(answer or drafting([1, 2, 3]), teaching=LearningRecorder(rows)), rows
+
+
+def step(engine, logits, committed, drafts=None):
+    begun = engine.begin(drafts=drafts, num_requests=len(committed))
+    engine.round.choose(begun, list(committed), logits, None)
+    engine.round.commit(begun, committed)
+    return engine.round.take_drafts(begun, list(committed))
+
+
+def test_each_committed_token_is_told_with_its_own_row_after_its_commit():
+    engine, _ = teaching_engine()
+    opened(engine, "a")
+    opened(engine, "b")
+    step(engine, 1, {"a": [8], "b": [9]})
+    step(engine, 2, {"a": [1, 2, 9], "b": [5]}, drafts={"a": [1, 2, 3], "b": [1, 2]})
+    lessons = engine.said(TrainingSample)
+    a, b = engine["a"].handle, engine["b"].handle
+    found = [(lesson.request, lesson.position, lesson.ids[:, 0].tolist()) for lesson in lessons]
+    start = len(PROMPT)
+    assert found == [
+        (a, start, [100]),
+        (b, start, [101]),
+        (a, start + 1, [200, 201, 202]),  # of four rows, the last was for nothing
+        (b, start + 1, [204]),
+    ]
+    told = set()
+    for said in engine.link.sent:
+        if isinstance(said, Commit):
+            told.add((said.request, said.base_committed_len))
+        elif isinstance(said, TrainingSample):
+            assert (said.request, said.position) in told
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_who_changes_the_logits_teaches_nothing(change):
+    engine, rows = teaching_engine()
+    opened(engine, "a", of=params(temperature=0.0, **{change: CHANGED[change]}))
+    opened(engine, "b", of=params(temperature=0.0))
+    step(engine, 1, {"a": [8], "b": [8]})
+    assert [lesson.request for lesson in engine.said(TrainingSample)] == [engine["b"].handle]
+    assert rows.asked == [(1, [1])]
+
+
+@pytest.mark.parametrize("ours", [{"learn": False}, {"tenant": 7}, {"num_speculative_tokens": 0}])
+def test_who_does_not_want_to_teaches_nothing(ours):
+    engine, rows = teaching_engine()
+    engine.begin(arrival("a", of=params(temperature=0.0, extra_args=asked(**ours))))
+    step(engine, 1, {"a": [8]})
+    assert engine.said(TrainingSample) == []
+    assert rows.asked == []
+
+
+def test_the_answers_of_an_adapter_are_another_model_s():
+    engine, rows = teaching_engine()
+    engine.begin(dataclasses.replace(arrival("a"), adapter="poet"), arrival("b"), num_requests=2)
+    step(engine, 1, {"a": [8], "b": [8]})
+    assert [lesson.request for lesson in engine.said(TrainingSample)] == [engine["b"].handle]
+    assert rows.asked == [(1, [1])]
+
+
+def test_what_is_said_of_pictures_cannot_be_learnt_without_them():
+    engine, rows = teaching_engine()
+    engine.begin(dataclasses.replace(arrival("a"), num_pictures=1), arrival("b"), num_requests=2)
+    step(engine, 1, {"a": [8], "b": [8]})
+    assert [lesson.request for lesson in engine.said(TrainingSample)] == [engine["b"].handle]
+    assert rows.asked == [(1, [1])]
+
+
+def test_who_is_gone_is_not_told_of_and_its_logits_are_not_kept():
+    engine, rows = teaching_engine()
+    opened(engine, "a")
+    begun = engine.begin(num_requests=1)
+    engine.round.choose(begun, ["a"], 1, None)
+    engine.round.commit(begun, {"a": [8]})
+    engine.tell(finished=["a"])
+    engine.round.take_drafts(begun, [])
+    assert engine.said(TrainingSample) == []
+    assert rows.asked == []
+
+
+def test_steps_that_nobody_asks_after_keep_nothing():
+    engine, rows = teaching_engine()
+    opened(engine, "a")
+    for number in range(5):
+        begun = engine.begin(num_requests=1)
+        engine.round.choose(begun, ["a"], number, None)
+    assert len(engine.round._teaching._logits) <= 2
+    engine.round.commit(begun, {"a": [8]})
+    engine.round.take_drafts(begun, ["a"])
+    assert rows.asked == [(4, [0])]
+
+
+def test_lessons_that_fail_end_and_nothing_else_does(caplog):
+    def fails(logits, rows):
+        raise RuntimeError("out of memory")
+
+    engine = Engine(drafting([1, 2, 3]), teaching=LearningRecorder(fails))
+    opened(engine, "a")
+    for number in range(3):
+        assert step(engine, number, {"a": [8]}) == [[1, 2, 3]]
+    assert caplog.text.count("lessons failed") == 1
+    assert engine.said(TrainingSample) == []
+
+
+def test_the_likeliest_tokens_are_those_of_a_softmax():
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)) * 3
+    ids, log_p = likeliest(logits, [4, 1])
+    assert (ids.dtype, log_p.dtype, ids.shape) == (np.int32, np.float16, (2, TAUGHT_TOP))
+    expected = logits[[4, 1]].log_softmax(-1).topk(TAUGHT_TOP)
+    assert ids.tolist() == expected.indices.tolist()
+    np.testing.assert_allclose(log_p, expected.values, rtol=2e-3)
+    TrainingSample(1, 5, ids, log_p)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_no_distribution_is_told_as_none(value):
+    logits = torch.full((1, 40), value)
+    ids, log_p = likeliest(logits.bfloat16(), [0])
+    assert (log_p == LEAST_LOG_P).all()
+    TrainingSample(1, 5, ids, log_p)
+
+
+def test_a_vocabulary_may_be_smaller_than_what_is_told():
+    ids, log_p = likeliest(torch.zeros(1, 5), [0])
+    assert sorted(ids[0].tolist()) == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose(np.exp(log_p.astype(np.float32)), 0.2, rtol=1e-3)
