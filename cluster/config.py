@@ -65,19 +65,19 @@ class EngineConfig(Section):
     """Type of weights and activations. float32 makes greedy answers reproducible to the token."""
 
     max_model_len: int | None = Field(None, ge=2)
-    """Longest sequence in tokens, prompt and answer together. None: the checkpoint's own."""
+    """Longest sequence in tokens, prompt and answer together. Default: the checkpoint's own."""
 
     max_num_seqs: int = Field(16, ge=1, le=1024)
-    """Most requests in one step. Left out on GPU: 128."""
+    """Most requests in one step. Default on GPU: 128."""
 
     max_num_batched_tokens: int | None = Field(None, ge=1)
-    """Most tokens in one step. Longer prefills are chunked. None: vLLM's default."""
+    """Most tokens in one step. Longer prefills are chunked. Default: vLLM's default."""
 
     kv_cache_memory_bytes: int | None = Field(None, ge=1)
-    """KV cache of a rank, in bytes. None on CPU: 512 MiB; on GPU: what ``gpu_memory_utilization`` leaves."""
+    """KV cache of a rank, in bytes. Default on CPU: 512 MiB; on GPU: what ``gpu_memory_utilization`` leaves."""
 
     cores: list[CoreSet] | None = None
-    """CPU only: the set of cores of each rank, e.g. ``[[0], [1]]``. None: shared out at start-up."""
+    """CPU only: the set of cores of each rank, e.g. ``[[0], [1]]``. Default: shared out at start-up."""
 
     lora_modules: tuple[LoraModule, ...] = Field((), max_length=256)
     """LoRA adapters: mappings of ``name``, by which requests ask for it, and ``path``, a directory as PEFT writes it
@@ -133,7 +133,7 @@ class TargetConfig(EngineConfig):
     ``labels`` of a KubeRay group)."""
 
     async_scheduling: bool | None = None
-    """Schedule a step while the one before it runs. The tokens are the same either way. None: true, but false with
+    """Schedule a step while the one before it runs. The tokens are the same either way. Default: true, but false with
     several pipeline stages."""
 
     @model_validator(mode="after")
@@ -194,10 +194,10 @@ class LearningConfig(Section):
     """GPUs of the trainer's own. 0: it trains on CPU."""
 
     cores: CoreSet | None = None
-    """CPU only: where it trains. None: wherever there is time, on one thread."""
+    """CPU only: where it trains. Default: wherever there is time, on one thread."""
 
     directory: str | None = Field(None, min_length=1)
-    """Directory in which every version that serves is kept, as a checkpoint that ``drafter.model`` takes. None: in
+    """Directory in which every version that serves is kept, as a checkpoint that ``drafter.model`` takes. Default: in
     memory only."""
 
     @model_validator(mode="after")
@@ -302,13 +302,13 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     """Ranks that the model is sharded over, all on one node. ``draft_tensor_parallel_size`` is the same key."""
 
     prefill_chunk_tokens: int = Field(128, ge=1)
-    """Prompt tokens that the drafter runs between two rounds. It bounds how long a prefill delays a proposal. Left out
+    """Prompt tokens that the drafter runs between two rounds. It bounds how long a prefill delays a proposal. Default
     on GPU: 1024."""
 
     draft_vocab_size: int | None = Field(None, ge=0)
     """Tokens that the drafter's output head is cut to, which makes a draft step cheaper; they follow what prompts hold
-    and answers use. Answers stay exact. 0: all. None: as many as it was trained on, else 32768 where the vocabulary is
-    at least twice as large, else all; with several ranks all. Left out on GPU: 0, until it has been measured there."""
+    and answers use. Answers stay exact. 0: all. Default: as many as it was trained on, else 32768 where the vocabulary
+    is at least twice as large, else all; with several ranks all. Default on GPU: 0."""
 
     max_draft_rows: int = Field(128, ge=1, le=4096)
     """Most rows in one step of the drafter: sequences that are drafted for, and their side branches."""
@@ -341,7 +341,7 @@ class LookupConfig(ActorConfig):
     """A drafter that only searches text: one process, no model, no GPU."""
 
     cores: list[CoreSet] | None = Field(None, max_length=1)
-    """CPU only: the one set of cores of this drafter, e.g. ``[[1]]``. None: shared out at start-up."""
+    """CPU only: the one set of cores of this drafter, e.g. ``[[1]]``. Default: shared out at start-up."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -509,16 +509,14 @@ class LinkConfig(Section):
     been measured between two."""
 
     round_deadline_ms: float = Field(1000.0, gt=0, allow_inf_nan=False)
-    """Longest time that a round waits for proposals. Later ones count as none: the round decodes plainly. Left out on
-    GPU: 250, and round_deadline_steps."""
+    """Longest time that a round waits for proposals. Later ones count as none: the round decodes plainly."""
 
     round_deadline_steps: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Likewise, in steps of the target as they are measured while it runs; the shorter of the two counts. None: none
-    but round_deadline_ms. Left out on GPU, without a round_deadline_ms: 2."""
+    """Likewise, in steps of the target as they are measured while it runs; the shorter of the two counts. Default:
+    round_deadline_ms alone. Default on GPU, without a round_deadline_ms: 2."""
 
     link_deadline_ms: float = Field(5000.0, gt=0, allow_inf_nan=False)
-    """Silence after which the link is given up, aborted and made anew with a new epoch. Left out on GPU: 1000, or twice
-    a round_deadline_ms that is longer."""
+    """Silence after which the link is given up, aborted and made anew with a new epoch."""
 
     frame_mac: Literal["across_nodes", "always"] = "across_nodes"
     """Which links seal each frame with a keyed MAC, so that nobody on the way can change, add or repeat one: those
@@ -542,7 +540,7 @@ class GatewayTls(Section):
     """Private key (PEM, without a passphrase) of the certificate."""
 
     client_ca: FilePath | None = None
-    """Authorities (PEM) of which clients must show a certificate. None: clients need none."""
+    """Authorities (PEM) of which clients must show a certificate. Default: clients need none."""
 
 
 class GatewayConfig(Section):
@@ -558,7 +556,7 @@ class GatewayConfig(Section):
     """Port of the gRPC API. 0: any free one."""
 
     tls: GatewayTls | None = None
-    """Certificate, key and client authorities of every listener. None: plain text."""
+    """Certificate, key and client authorities of every listener. Default: plain text."""
 
     keys_file: FilePath | None = None
     """File of API keys' hashes, as ``outrider keys new`` writes it. Every call but health probes then needs a key.
@@ -566,7 +564,7 @@ class GatewayConfig(Section):
 
     requests_per_minute: int | None = Field(None, ge=1, le=1_000_000)
     """Most requests a minute of one API key, or of one address without keys. A key's own ``requests_per_minute`` goes
-    before. Health, status and aborts do not count. None: no limit."""
+    before. Health, status and aborts do not count. Default: no limit."""
 
     max_connections_per_address: int = Field(200, ge=1, le=1_000_000)
     """Most connections from one address to all listeners together. An IPv6 network of 64 bits counts as one."""
@@ -583,7 +581,7 @@ class GatewayConfig(Section):
     done or whose client reads nothing of what waits for it. A client that waits for an answer is not idle."""
 
     admin_port: int | None = Field(None, ge=0, le=65535)
-    """Port of ``/metrics``, ``/outrider/v1/status`` and HAProxy's own ``/haproxy/metrics`` and ``/stats``. None: the
+    """Port of ``/metrics``, ``/outrider/v1/status`` and HAProxy's own ``/haproxy/metrics`` and ``/stats``. Default: the
     first two are on ``http_port``, the others nowhere. 0: any free one."""
 
 
@@ -602,7 +600,7 @@ class AutoscalingConfig(Bounds):
 
     target_round_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Target median step time in milliseconds. When exceeded, replicas are added, as long as there are more requests
-    than replicas. Null: no limit."""
+    than replicas. Default: no limit."""
 
     target_kv_usage: float = Field(0.9, gt=0, le=1)
     """Mean KV cache usage above which replicas are added while requests wait."""
@@ -615,7 +613,7 @@ class ServingConfig(Section):
     """Replicas, ports, queues, limits of a request, and what is watched."""
 
     served_model_name: str | None = None
-    """Name that clients may put in ``model``. None: the last part of ``target.model``."""
+    """Name that clients may put in ``model``. Default: the last part of ``target.model``."""
 
     app_name: str = Field("outrider", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of the Serve application and of its registry."""
@@ -625,7 +623,7 @@ class ServingConfig(Section):
 
     autoscaling: AutoscalingConfig | None = None
     """Target replicas as the load takes them, between two numbers: ``{min: 1, max: 4}``, and what is under
-    «serving.autoscaling». None: ``num_replicas``."""
+    «serving.autoscaling». Default: ``num_replicas``."""
 
     num_ingresses: int = Field(1, ge=1, le=16)
     """Ingress processes behind Serve's proxies, spread over the nodes. Each has its part of ``max_ongoing_requests``
@@ -662,10 +660,10 @@ class ServingConfig(Section):
 
     surge: bool | None = None
     """Whether a deploy that changes something has each new replica ready before an old one ends, which takes room for
-    one more meanwhile. False: an old one ends first. None: true where the nodes have the room."""
+    one more meanwhile. False: an old one ends first. Default: true where the nodes have the room."""
 
     max_ongoing_requests: int = Field(64, ge=1)
-    """Requests that a replica holds at once; its scheduler batches max_num_seqs of them. Left out on GPU: 256."""
+    """Requests that a replica holds at once; its scheduler batches max_num_seqs of them. Default on GPU: 256."""
 
     max_queued_requests: int = Field(256, ge=1)
     """Requests waiting beyond this are refused at once with RESOURCE_EXHAUSTED (HTTP 429)."""
@@ -677,10 +675,10 @@ class ServingConfig(Section):
     """Longest deadline that a client may set, in seconds."""
 
     default_max_tokens: int | None = Field(None, ge=1)
-    """Longest answer of a generation whose client sets no max_tokens. None: what max_model_len leaves."""
+    """Longest answer of a generation whose client sets no max_tokens. Default: what max_model_len leaves."""
 
     greatest_max_tokens: int | None = Field(None, ge=1)
-    """Largest max_tokens that a client may set. None: what max_model_len leaves."""
+    """Largest max_tokens that a client may set. Default: what max_model_len leaves."""
 
     tenant_isolation: bool = False
     """Whether prefix cache and suffix memory are separate for each caller: for each API key, or for each source address
@@ -695,7 +693,7 @@ class ServingConfig(Section):
 
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
     """OpenTelemetry collector that gets a span a request and round, and vLLM's own, e.g. ``http://localhost:4317``
-    (OTLP over gRPC). None: nothing is traced. OpenTelemetry's own variables, such as OTEL_TRACES_SAMPLER, apply."""
+    (OTLP over gRPC). Default: nothing is traced. OpenTelemetry's own variables, such as OTEL_TRACES_SAMPLER, apply."""
 
     log_format: Literal["text", "json"] = "text"
     """json: one object a line, with the request's id on every line about a request."""
@@ -751,15 +749,15 @@ class OpenAIConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     chat_template: str | None = Field(None, min_length=1)
-    """File with a Jinja template for chats, or the template itself. None: the tokenizer's own."""
+    """File with a Jinja template for chats, or the template itself. Default: the tokenizer's own."""
 
     tool_call_parser: str | None = Field("auto", min_length=1)
     """vLLM's name of the format in which the model calls tools, e.g. ``hermes``. auto: that of the model's family,
-    where its chat template leaves no doubt. None: requests with ``tools`` are refused."""
+    where its chat template leaves no doubt. Null: requests with ``tools`` are refused."""
 
     reasoning_parser: str | None = Field("auto", min_length=1)
     """vLLM's name of the format in which the model marks its reasoning, e.g. ``qwen3``. Grammars then hold for the
-    answer only. auto: that of the model's family. None: reasoning is part of the answer."""
+    answer only. auto: that of the model's family. Null: reasoning is part of the answer."""
 
     @model_validator(mode="after")
     def _are_not_of_the_socket(self) -> OpenAIConfig:

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of, how its YAML is read, and how its errors are told."""
+"""Defines the base of all configuration sections, reads their YAML, and words their errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _KEY = re.compile(r"([A-Za-z_.]+): ")
 TAGS = ("draft_model", "ngram", "suffix", "co_located", "gateway_on", "gateway_off")
-"""Tags of the unions' members, which stand in pydantic's paths and in no configuration."""
+"""Tags of the unions' members, which occur in pydantic's paths and in no configuration."""
 
 CoreSet = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 NodeLabels = Annotated[
@@ -24,18 +24,18 @@ NodeLabels = Annotated[
     ],
     Field(max_length=32),
 ]
-"""Labels of Ray's nodes, each with its one value."""
+"""Type of labels of Ray's nodes, each with one value."""
 
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(lambda path: str(Path(path).expanduser().absolute()))]
-"""A path that another process reads, whose working directory may be another."""
+"""Type of a path that processes with other working directories read. It becomes absolute."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot work. The message names the field and the fix."""
+    """Reports a configuration that cannot work. The message names the field and the fix."""
 
 
 class Section(BaseModel):
-    """The base of every section: unknown keys are errors, values do not change."""
+    """Serves as base of every section: unknown keys are errors, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
 
@@ -43,12 +43,12 @@ class Section(BaseModel):
 _YAML = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
-class StandsTwice(yaml.MarkedYAMLError):
-    """A mapping has a key twice, of which YAML itself would take the last."""
+class DuplicateKeyError(yaml.MarkedYAMLError):
+    """Reports a key that a mapping has twice. PyYAML would take the last one."""
 
 
 def read_yaml(text: str) -> Any:
-    """One document. Raises YAMLError, StandsTwice among them."""
+    """Returns one decoded document. Raises YAMLError, or DuplicateKeyError, which is one."""
     loader = _YAML(text)
     try:
         node = loader.get_single_node()
@@ -61,7 +61,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _check_keys(node: yaml.Node, seen: set[yaml.Node]) -> None:
-    if isinstance(node, yaml.ScalarNode) or node in seen:  # an alias may lead to where it stands
+    if isinstance(node, yaml.ScalarNode) or node in seen:  # an alias may lead back to its own mapping
         return
     seen.add(node)
     if isinstance(node, yaml.SequenceNode):
@@ -72,13 +72,14 @@ def _check_keys(node: yaml.Node, seen: set[yaml.Node]) -> None:
     for key, value in node.value:
         if isinstance(key, yaml.ScalarNode):
             if (key.tag, key.value) in keys:
-                raise StandsTwice(problem=f"{key.value!r} stands twice; keep one of them", problem_mark=key.start_mark)
+                problem = f"the key {key.value!r} occurs twice; keep one of them"
+                raise DuplicateKeyError(problem=problem, problem_mark=key.start_mark)
             keys.add((key.tag, key.value))
         _check_keys(value, seen)
 
 
 def explained(error: ValidationError) -> str:
-    """The wrong fields of a validation error by their dotted paths, in one line."""
+    """Returns one line with the wrong fields of a validation error, by dotted path."""
     lines = []
     for item in error.errors():
         parts = [str(part) for part in item["loc"] if part not in TAGS]
@@ -97,6 +98,6 @@ def explained(error: ValidationError) -> str:
             found = item.get("input")
             is_nan = isinstance(found, float) and math.isnan(found)
             shown = "" if isinstance(found, Mapping | list | Section) or is_nan else f" (found {found!r})"
-            # What is wrong between two sections names its field itself.
+            # An error between two sections names its field itself.
             lines.append(f"{where}: {message}{shown}" if parts else f"{message}{shown}")
     return "; ".join(lines)

@@ -1,4 +1,4 @@
-"""Which of vLLM's arguments Outrider does not pass on, by name, and which argument an error of vLLM's is about."""
+"""Names the engine arguments of vLLM that Outrider refuses, and the argument that an error of vLLM is about."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_BOTH = {
     "scheduling_policy": _ROUNDS,
     "distributed_executor_backend": _ROUNDS,
     "additional_config": "it carries Outrider's settings to the ranks; leave it out",
-    "disable_log_stats": "answers, routing and /metrics are made of these counts; leave it out",
+    "disable_log_stats": "responses, routing and /metrics need these counts; leave it out",
     "data_parallel_size": "replicas are Outrider's; set serving.num_replicas",
     "speculative_config": "write the drafter and speculation sections",
     "logits_processors": _SAMPLER,
@@ -29,22 +29,34 @@ _OF_BOTH = {
     "reasoning_parser": "set openai.reasoning_parser",
 }
 
+_TEXT_IDS = "a drafter reads and writes token ids of text, without a tokenizer; leave it out"
+_ALL_SLOTS = "every adapter that may be loaded has a slot in the batch and in memory; set {} instead"
+
 REFUSED: dict[Side, dict[str, str]] = {
-    "target": _OF_BOTH,
+    "target": {
+        **_OF_BOTH,
+        "max_cpu_loras": _ALL_SLOTS.format("target.engine_args.max_loras"),
+        "per_request_spec_decode_metrics": "each response has these counts already; leave it out",
+    },
     "drafter": {
         **_OF_BOTH,
+        "async_scheduling": "the draft loop schedules each step; leave it out",
         "pipeline_parallel_size": "a drafter has tensor-parallel ranks only; set drafter.tensor_parallel_size",
         "decode_context_parallel_size": "the drafter's forward pass does not do it; leave it out",
         "kv_transfer_config": "the drafter allocates its KV blocks itself; leave it out",
         "enable_lora": "list the adapters in drafter.lora_modules",
+        "language_model_only": _TEXT_IDS,
+        "max_cpu_loras": _ALL_SLOTS.format("drafter.lora_modules"),
+        "max_loras": _ALL_SLOTS.format("drafter.lora_modules"),
+        "skip_tokenizer_init": _TEXT_IDS,
     },
 }
 """Engine arguments that ``engine_args`` does not take, and what to do instead. All others reach vLLM as written."""
 
 REFUSED_ON_CPU = {
     "enable_expert_parallel": (
-        "vLLM's CPU kernels do not ask which experts a rank holds, and read beyond them: a segmentation fault with the "
-        "first request; leave it out on CPU"
+        "vLLM's CPU kernels ignore which experts a rank holds and read beyond them, so that the first request ends in "
+        "a segmentation fault; leave it out on CPU"
     ),
 }
 
@@ -58,13 +70,14 @@ FRONTEND_ARGS_ELSEWHERE: dict[str, str] = {
     "ssl_ca_certs": "serving.gateway.tls.client_ca",
     "lora_modules": "target.lora_modules",
 }
-"""The key that does it here, by argument of vLLM's OpenAI server."""
+"""Maps arguments of vLLM's OpenAI server to the configuration key that takes their place."""
 
 
 def about(error: str, given: Mapping[Side, Mapping[str, Any]]) -> str | None:
-    """Returns the dotted path of the argument whose name, or value, stands in an error's words. None: no argument's.
+    """Returns the dotted path of the engine argument whose name or value occurs in an error message, else None.
 
-    given: each section's ``engine_args``.
+    Args:
+        given: The ``engine_args`` of each section.
     """
     for side, arguments in given.items():
         for name, value in arguments.items():

@@ -1,6 +1,6 @@
-"""The head of the cluster, where actors sit that take no room: registry, board, what drafters share.
+"""Schedules actors that need no resources, such as the registry, on the head node of the cluster.
 
-Ray's autoscaler ends no node that a living actor is on, and the head never.
+Ray's autoscaler keeps every node with a living actor, and the head in any case.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Any
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 HEAD_RESOURCE = "node:__internal_head__"
-"""Ray's own, of the head alone: 1."""
+"""Resource that Ray gives to the head alone: 1."""
 
 _SHARE = 0.001
 
 
 def on_head() -> dict[str, Any]:
-    """Ray's options for such an actor, which waits for a head that is gone.
+    """Returns Ray's options for an actor on the head. It waits for a head that is gone.
 
-    By the resource, as Serve does it for its controller: where a node is named instead, and others may do, an actor
-    lands on whichever node schedules it without having heard of the head yet.
+    It asks for the head's resource, as Serve's controller does: with a soft node affinity an actor would land on any
+    node whose scheduler has not heard of the head yet.
     """
     return {"num_cpus": 0, "resources": {HEAD_RESOURCE: _SHARE}, **anywhere()}
 
 
 def anywhere() -> dict[str, Any]:
-    """Ray's options of where: not on the bundles of the replica that happens to ask first, they go when that goes."""
+    """Returns Ray's options for an actor outside the placement group of its creator, which it outlives."""
     return {"scheduling_strategy": PlacementGroupSchedulingStrategy(None)}

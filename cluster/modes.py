@@ -1,4 +1,4 @@
-"""How a request's drafts are verified, and which way suits a request. Pure: nothing here needs torch."""
+"""Chooses how the drafts of a request are verified. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Mode(enum.IntEnum):
-    """How a request's drafts are verified. Modes mix freely in a batch."""
+    """Names a way to verify drafts. Modes mix freely in a batch."""
 
     GREEDY = 0
     REJECTION = 1
@@ -20,20 +20,26 @@ class Mode(enum.IntEnum):
 
     @property
     def samples_q(self) -> bool:
-        """Verification needs the distribution that the drafter sampled from."""
+        """Whether verification needs the distribution that the drafter sampled from."""
         return self in (Mode.REJECTION, Mode.BLOCK)
 
 
 BY_NAME = {"rejection": Mode.REJECTION, "block": Mode.BLOCK, "coupled": Mode.COUPLED}
-"""What a deployment or a request may choose. Greedy is not a choice: it is what temperature 0 means."""
+"""Modes that a deployment or a request may choose. Temperature 0 is greedy in any case."""
 
 
 def mode_for(*, greedy: bool, seeded: bool, structured: bool, asked: str | None, deployment: str) -> Mode:
-    """The mode of one request.
+    """Returns the mode of one request.
 
-    asked: the request's own choice, None without one; deployment: the configured default.
     A seeded request without a choice is coupled, so that its tokens do not depend on the drafter. A structured one is
-    coupled whatever the deployment's default. Raises ValueError when it asks for anything else.
+    always coupled.
+
+    Args:
+        asked: The request's own choice; None without one.
+        deployment: The configured default.
+
+    Raises:
+        ValueError: A structured request asks for another mode.
     """
     if greedy:
         return Mode.GREEDY
@@ -46,10 +52,10 @@ def mode_for(*, greedy: bool, seeded: bool, structured: bool, asked: str | None,
 
 
 def check_exact_under_grammar(asked: str | None) -> None:
-    """The scheduler cuts drafts at the first token the grammar forbids, and a cut that depends on the token biases
-    rejection and block verification.
+    """Raises ValueError if a structured request asks for another mode than coupled.
 
-    asked: a structured request's own choice. Raises ValueError for one that is not coupled.
+    The scheduler cuts drafts at the first token that the grammar forbids. A cut that depends on the token biases
+    rejection and block verification.
     """
     if asked not in (None, "coupled"):
         raise ValueError(f"{asked} verification is not exact under a grammar")

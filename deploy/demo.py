@@ -1,4 +1,4 @@
-"""``make demo``: fetches a small model, serves it, shows one answer with speculation and the same without."""
+"""Implements ``make demo``: serves a small model and compares one answer with and without speculation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.deploy.progress import Progress
 
 PRESET = "smollm2"
 DTYPE = "float32"
-"""Steps of one token and of several must not round differently: both ways to decode then give the same tokens."""
+"""With float32, steps of one and of several tokens round alike, so that both ways give the same tokens."""
 
 PROMPT = """Shorten this text a little:
 
@@ -26,7 +26,7 @@ The old lighthouse stands on a rock two miles from the harbour. Every evening th
 glass, and lights the lamp. In summer he grows tomatoes in wooden boxes and sells them to the fishermen. In winter the \
 sea is too rough for boats, and nobody comes for weeks. He reads by the stove, feeds his two cats, and writes down the \
 weather in a big green book. When spring comes, the first boat brings him letters, coffee and a new lamp."""
-"""An answer that repeats much of its prompt, which is what prompt lookup drafts well."""
+"""The answer repeats much of this prompt."""
 
 MAX_TOKENS = 160
 PAIRS = 3
@@ -34,16 +34,16 @@ START_LIMIT_S = 300.0
 
 
 class DemoError(ConfigError):
-    """The demo cannot go on. The message says why."""
+    """Says why the demo cannot go on."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request gave."""
+    """Holds the result of one request."""
 
     token_ids: tuple[int, ...]
     tokens_per_s: float
-    """From the first message to the last, the first one's tokens left out."""
+    """Rate from the first message to the last, without the tokens of the first."""
 
     rounds: int
 
@@ -72,12 +72,13 @@ def main() -> int:
 
 
 def show(client: OutriderClient, progress: Progress, out: TextIO | None = None) -> None:
-    """Prints one answer as it comes, then the same request with and without speculation, in turns, and what that gives.
+    """Streams one answer, then compares the same request with and without speculation, in turns.
 
-    Raises DemoError for an answer without tokens, OutriderError."""
+    Raises DemoError for an answer without tokens, and OutriderError.
+    """
     out = out or sys.stdout
     print(f"\n{PROMPT}\n", file=out)
-    first = _ask(client, True, out)  # warms up what is set up lazily, as the next does for plain steps
+    first = _ask(client, True, out)  # also a warm-up, as is the next one for plain steps
     print("\n", file=out)
     _ask(client, False, max_tokens=16)
     drafted, plain = [], []
@@ -94,7 +95,7 @@ def _ask(
     ids: list[int] = []
     began, at_first, rounds = 0.0, 0, 0
     messages = [{"role": "user", "content": PROMPT}]
-    # None: as the server does by default.
+    # None is the server's default.
     drafts = None if speculation else False
     with client.stream(messages, temperature=0.0, max_tokens=max_tokens, speculation=drafts) as stream:
         for message in stream:
@@ -110,7 +111,7 @@ def _ask(
 
 
 def comparison(all_drafted: Sequence[Answer], drafted: Sequence[Answer], plain: Sequence[Answer]) -> str:
-    """Returns a table of both ways' medians, and whether the tokens are the same."""
+    """Returns a table of the medians of both ways, and whether the tokens are equal."""
     fast, slow = (statistics.median(answer.tokens_per_s for answer in side) for side in (drafted, plain))
     per_round = [
         sum(len(answer.token_ids) for answer in side) / max(1, sum(answer.rounds for answer in side))

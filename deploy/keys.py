@@ -1,4 +1,4 @@
-"""API keys: a YAML list of their names and hashes, which the gateway asks for.
+"""Reads and writes API keys: a YAML list of their names and hashes, by which the gateway admits requests.
 
     - name: ci
       hash: sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
@@ -32,28 +32,29 @@ def _in_a_zone(value: datetime) -> datetime:
 
 
 class Key(Section):
-    """One entry of the file."""
+    """Holds one entry of the file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     hash: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
     expires: Annotated[datetime, AfterValidator(_in_a_zone)] | None = None
-    """None: never. UTC where it names no zone."""
+    """Default: never. A time without a zone is UTC."""
 
     requests_per_minute: int | None = Field(None, ge=1, le=1_000_000)
-    """None: ``serving.gateway.requests_per_minute``."""
+    """Default: ``serving.gateway.requests_per_minute``."""
 
 
 def hash_of(secret: str) -> str:
+    """Returns the hash that the file keeps of a secret."""
     return f"sha256:{hashlib.sha256(secret.encode()).hexdigest()}"
 
 
 def new_secret() -> str:
-    """Returns one that scanners of code and logs know by its prefix."""
+    """Returns a random secret. Secret scanners recognise it by its prefix."""
     return "outrider_" + secrets.token_urlsafe(32)
 
 
 def read_private_file(field: str, path: Path) -> bytes:
-    """Reads a file that others may neither read nor change. Raises ConfigError."""
+    """Returns the content of a file that other users may neither read nor change. Raises ConfigError."""
     try:
         if path.stat().st_mode & (stat.S_IWGRP | stat.S_IRWXO):
             raise ConfigError(f"{field}: {path} may be read or changed by others; run: chmod 600 {path}")
@@ -63,7 +64,7 @@ def read_private_file(field: str, path: Path) -> bytes:
 
 
 def load_keys(field: str, path: Path) -> list[Key]:
-    """Reads the file. Raises ConfigError, which never holds what was found: it may be a secret put there by mistake."""
+    """Returns the keys of a file. Raises ConfigError without the file's content, which may be a secret."""
     content = read_private_file(field, path)
     try:
         entries = read_yaml(content.decode())
@@ -74,7 +75,7 @@ def load_keys(field: str, path: Path) -> list[Key]:
     keys = [_parse(f"{field}: {path}: entry {number}", entry) for number, entry in enumerate(entries or [], 1)]
     for what in ("name", "hash"):
         if len({getattr(key, what) for key in keys}) < len(keys):
-            raise ConfigError(f"{field}: {path}: a {what} stands twice; remove one of the two")
+            raise ConfigError(f"{field}: {path}: a {what} occurs twice; remove one of the two")
     return keys
 
 
@@ -88,14 +89,14 @@ def _parse(where: str, entry: Any) -> Key:
 
 @contextmanager
 def changing(path: Path) -> Iterator[list[Key]]:
-    """Yields the file's keys, which are written back whole unless the body raises."""
+    """Yields the file's keys for the body to change, and writes them back unless it raises."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = path.stat() if path.exists() else None
     keys = load_keys("--file", path) if found else []
     yield keys
     with whole_file(path) as fresh:
         fresh.touch(mode=0o600)
-        if found:  # the gateway may read it as another user, by the group
+        if found:  # the gateway may run as another user and read it by its group
             fresh.chmod(stat.S_IMODE(found.st_mode))
             os.chown(fresh, found.st_uid, found.st_gid)
         fresh.write_text(as_yaml(keys))

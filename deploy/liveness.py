@@ -1,7 +1,6 @@
-"""What a server asks of what it runs on: whether that is alive, and while it is taken down, what still runs. No Ray.
+"""Decides whether the application of a server is still alive, and waits for running requests at the end. No Ray.
 
-Serve mends much by itself: it starts a dead replica again, and Ray a dead controller. Neither is the end, unless it
-takes longer than such a thing takes.
+Serve restarts a dead replica, and Ray a dead controller. A server ends only when that takes longer than it may.
 """
 
 from __future__ import annotations
@@ -15,59 +14,52 @@ ASK_EVERY_S = 5.0
 DRAIN_EVERY_S = 0.5
 REPORT_EVERY_S = 10.0
 
-ENDED_AFTER_S = 30.0
-"""Without an answer of the controller: then it is ended, since one that stands still is nobody's to replace."""
-
 CONTROLLER_PATIENCE_S = 90.0
-"""Ray starts a dead controller again within seconds, and it reads its state back."""
+"""Longest time without an answer of Serve's controller. Ray restarts a dead one within seconds."""
 
 GONE_PATIENCE_S = 30.0
-"""For an application that the controller does not know: not while it reads its state back."""
+"""Longest time in which the controller answers and does not know the application."""
 
 REPLACING_PATIENCE_S = 900.0
-"""Without one replica of some deployment that serves: a new one loads its models first."""
+"""Longest time without a replica that serves: a new one loads its models first."""
 
 
 class ServerDied(Exception):
-    """What a server runs on has ended without being asked to. The message says what."""
+    """Says which part of a server has ended by itself."""
 
 
-class ApplicationJudge:
-    """Judges what the controller's answers, and their absence, amount to. Thread-safe."""
+class ApplicationHealth:
+    """Decides from the answers of Serve's controller whether the application has ended. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._answered_s = self._served_s = self._there_s = clock()
         self._said = "no answer"
-        self._is_ended = False
-        """Since the last answer."""
 
     def answered(self, is_there: bool, serves: bool, said: str) -> None:
-        """Takes an answer. is_there: the controller knows the application, and nobody takes it down."""
+        """Notes an answer.
+
+        Args:
+            is_there: The controller knows the application, which is not being deleted.
+            serves: Each deployment that is needed has a running replica.
+            said: The controller's messages.
+        """
         with self._lock:
-            self._answered_s, self._is_ended, self._said = self._clock(), False, " ".join(said.split())[:300]
+            self._answered_s, self._said = self._clock(), " ".join(said.split())[:300]
             if is_there:
                 self._there_s = self._answered_s
             if serves:
                 self._served_s = self._answered_s
 
     def failed(self, problem: str) -> None:
-        """The controller could not be asked."""
+        """Notes that the controller could not be asked."""
         with self._lock:
             self._said = " ".join(problem.split())[:300]
             self._there_s = self._clock()  # a controller that comes back reads its state back first
 
-    def ends_controller(self) -> bool:
-        """Returns whether to end the controller now: once, until it has answered again."""
-        with self._lock:
-            if self._is_ended or self._clock() - self._answered_s <= ENDED_AFTER_S:
-                return False
-            self._is_ended = True
-            return True
-
-    def verdict(self) -> str | None:
-        """Returns what died, or None."""
+    def failure(self) -> str | None:
+        """Returns which part has ended, or None."""
         with self._lock:
             silent_s = self._clock() - self._answered_s
             gone_s, idle_s = self._answered_s - self._there_s, self._answered_s - self._served_s
@@ -80,14 +72,17 @@ class ApplicationJudge:
         return None
 
 
-def keep_asking(ask: Callable[[], tuple[bool, bool, str]], judge: ApplicationJudge, stopped: threading.Event) -> None:
-    """Asks until stopped, on a thread of its own: an answer may never come. ask: arguments of ``answered``; raises
-    whatever Ray raises when there are none."""
+def keep_asking(ask: Callable[[], tuple[bool, bool, str]], health: ApplicationHealth, stopped: threading.Event) -> None:
+    """Asks the controller until stopped, on a thread of its own, since an answer may never come.
+
+    Args:
+        ask: Returns the arguments of ``ApplicationHealth.answered``; raises what Ray raises without an answer.
+    """
     while not stopped.wait(ASK_EVERY_S):
         try:
-            judge.answered(*ask())
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is no answer, and told when that lasts
-            judge.failed(f"{type(error).__name__}: {error}")
+            health.answered(*ask())
+        except Exception as error:  # noqa: BLE001 - any error means that there is no answer
+            health.failed(f"{type(error).__name__}: {error}")
 
 
 def drain(
@@ -100,8 +95,9 @@ def drain(
 ) -> int:
     """Waits for running requests, limit_s at most. Returns how many are left unfinished.
 
-    ask: has every ingress refuse new requests and returns how many are running; raises what Ray raises. pressed: sleeps
-    for so many seconds and returns whether to wait no longer.
+    Args:
+        ask: Has every ingress refuse new requests and returns how many are running; raises what Ray raises.
+        pressed: Sleeps for that many seconds and returns whether to stop waiting.
     """
     began, reported, before = clock(), -math.inf, 0
     try:
@@ -114,6 +110,6 @@ def drain(
             if waited_s >= limit_s or pressed(min(DRAIN_EVERY_S, limit_s - waited_s)):
                 say(f"requests ended unfinished: {left}")
                 return left
-    except Exception as error:  # noqa: BLE001 - whatever it is, there is nobody who could say more
+    except Exception as error:  # noqa: BLE001 - nobody else knows what is running
         say(f"no ingress says what is running: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
     return 0

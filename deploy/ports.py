@@ -1,4 +1,4 @@
-"""TCP ports to serve on: taken, free, or to be picked."""
+"""Checks and picks the TCP ports to serve on."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import socket
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 _PICKED_FROM = range(20_000, 32_000)
-"""Above the ports of Ray's workers, below those that Linux gives to outgoing connections: one of these may be gone by
-the time that Serve listens."""
+"""Range above the ports of Ray's workers and below those of outgoing connections (Linux), which may be taken before
+Serve listens."""
 
 _TRIES = 100
 
 PORTS = ("grpc_port", "http_port")
 
 _draw = random.SystemRandom()
-"""Whose seed nobody sets: two processes of one seed would pick the same port."""
+"""Source without a seed: two processes with one seed would pick the same port."""
 
 
 def port_is_free(port: int, host: str | None = None) -> bool:
@@ -40,7 +40,7 @@ def port_is_free(port: int, host: str | None = None) -> bool:
 
 
 def pick_free_port() -> int:
-    """One that nobody else is likely to take before it is served on. Raises ConfigError when all tried are in use."""
+    """Returns a free port that other programs are unlikely to take. Raises ConfigError if all tried are in use."""
     for port in _draw.sample(_PICKED_FROM, _TRIES):
         if port_is_free(port):
             return port
@@ -48,10 +48,9 @@ def pick_free_port() -> int:
 
 
 def settle_ports(config: OutriderConfig) -> OutriderConfig:
-    """Returns the configuration with each port that may be any one replaced by a free one.
+    """Returns the configuration with a free port in place of each 0 or unset one. Raises ConfigError for a port in use.
 
-    Raises ConfigError for a port in use. Without this check Serve's proxy would share the port with another one that
-    allows it, and each would get half of the other's requests.
+    Serve's own proxy would share a port with another process that allows it; each would get half of the requests.
     """
     serving, gateway = config.serving, config.serving.gateway
     taken: dict[int, str] = {}
@@ -73,12 +72,12 @@ def settle_ports(config: OutriderConfig) -> OutriderConfig:
         public = {name: settled(f"gateway.{name}", getattr(gateway, name), gateway.host) for name in names}
         gateway = gateway.model_copy(update=public)
     asked = {name: getattr(serving, name) for name in PORTS}
-    if gateway == "off":  # then these are the public ones
+    if gateway == "off":  # clients connect to these
         _, asked["http_port"], asked["grpc_port"] = serving.public
     own = {name: settled(name, port, serving.host) for name, port in asked.items()}
     return config.model_copy(update={"serving": serving.model_copy(update={"gateway": gateway, **own})})
 
 
 def reachable(host: str) -> str:
-    """An address on this machine that reaches a server listening on ``host``."""
+    """Returns an address on this machine that reaches a server listening on a host."""
     return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host

@@ -1,4 +1,4 @@
-"""From what an operator types to a validated configuration: presets, configuration files, overrides, local copies."""
+"""Resolves a preset or a configuration file, command-line overrides and local checkpoints to a configuration."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _PRESETS = Path(__file__).parent / "presets"
 
 @dataclass(frozen=True)
 class Overrides:
-    """Command-line options that change a configuration. None: leave as it is."""
+    """Holds command-line options that change a configuration. None leaves a value as it is."""
 
     target: str | None = None
     """Checkpoint directory or hub id in place of ``target.model``."""
 
     drafter: str | None = None
-    """Likewise for ``drafter.model``; only a drafter that is a model has one."""
+    """Checkpoint in place of ``drafter.model``, for a drafter that is a model."""
 
     dtype: str | None = None
-    """For the target and a draft model alike."""
+    """Type of target and draft model."""
 
     grpc_port: int | None = None
     http_port: int | None = None
     gateway: str | None = None
-    """``off``: in place of ``serving.gateway``."""
+    """``off``, in place of ``serving.gateway``."""
 
 
 def preset_names() -> list[str]:
@@ -89,12 +89,12 @@ def models_to_fetch(preset: str, overrides: Overrides) -> list[str]:
     used = [config.target.model] if overrides.target is None else []
     if (drafter_model := config.drafter_model) is not None and overrides.drafter is None:
         used.append(drafter_model)
-    # The path of a copy stands here in place of the hub id of a model that has been fetched.
+    # A model that has been fetched has its path here instead of its hub id.
     return [BY_HUB_ID[model].name for model in used if model in BY_HUB_ID]
 
 
 def _set_ports(tree: dict[str, Any], config: OutriderConfig, overrides: Overrides) -> None:
-    """The public ones: the gateway's where there is one."""
+    """Sets the public ports: the gateway's, or without one Serve's."""
     ports = {"grpc_port": overrides.grpc_port, "http_port": overrides.http_port}
     given = {name: port for name, port in ports.items() if port is not None}
     if not given and overrides.gateway is None:
@@ -115,7 +115,7 @@ def locate(model: str, field: str) -> str:
         return str(path.resolve())
     is_hub_id = _HUB_ID.fullmatch(model) and not model.startswith((".", "~"))
     if is_hub_id and not path.is_file() and (not path.exists() or os.path.sep not in model):
-        return model  # though a directory may happen to have its name
+        return model  # a directory of the same name does not matter
     what = "does not exist" if not path.exists() else "is a file" if path.is_file() else "holds no config.json"
     raise ConfigError(
         f"{field}: {model} {what}, so it is no checkpoint directory; give a checkpoint directory, or fetch one: "

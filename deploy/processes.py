@@ -1,6 +1,4 @@
-"""Leaving nothing behind: signals as a request to stop, the processes this one started, however deep, and the shared
-memory that they leave when they are killed.
-"""
+"""Turns signals into a request to stop, and ends all descendants of this process with the shared memory they leave."""
 
 from __future__ import annotations
 
@@ -19,19 +17,18 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 _NAMED_AFTER = re.compile(r"(?:__KMP_REGISTERED_LIB|torch)_(\d+)_")
-"""How Intel's and LLVM's OpenMP, and PyTorch, begin a segment's name: with the process that it is of. What Python makes
-(``psm_``) its own resource tracker removes."""
+"""Matches segments of Intel's and LLVM's OpenMP and of PyTorch, whose names hold the id of their process. Python's own
+(``psm_``) are removed by its resource tracker."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Stopped(BaseException):
-    """Raised in the main thread by the first signal while ``StopSignal`` interrupts. Not an Exception: nothing on the
-    way up may take it for a failure."""
+    """Interrupts the main thread at the first signal. It is no Exception, so that no handler takes it for a failure."""
 
 
 class StopSignal:
-    """Turns SIGINT and SIGTERM into ``Stopped``, at once, until ``hold`` is called; later ones are only remembered."""
+    """Turns SIGINT and SIGTERM into ``Stopped`` until ``hold`` is called, and remembers those that come later."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -39,20 +36,20 @@ class StopSignal:
         self._again = threading.Event()
 
     def install(self) -> None:
-        """From the main thread. Again after anything that sets handlers of its own, as ray.init does."""
+        """Sets the handlers, from the main thread. Call it again after ray.init, which sets its own."""
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def hold(self) -> None:
-        """From now on signals interrupt nothing: cleaning up must run to its end."""
+        """Lets signals interrupt nothing from now on: cleaning up must run to its end."""
         self._interrupts = False
 
     def pressed(self, timeout_s: float) -> bool:
-        """Sleep. Returns whether a signal has come since `hold`: whoever sends it does not want to wait."""
+        """Sleeps. Returns whether a signal has come since ``hold``, which asks not to wait any longer."""
         return self._again.wait(timeout_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep, or raise Stopped."""
+        """Sleeps. Raises Stopped at a signal."""
         if self._event.wait(timeout_s):
             raise Stopped
 
@@ -66,7 +63,7 @@ class StopSignal:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies (Linux), so that none escapes ``descendants``."""
+    """Makes this process the parent of orphaned descendants, so that ``descendants`` finds them (Linux)."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -74,7 +71,7 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> list[psutil.Process]:
-    """Returns every living process below this one. Collects those adopted ones that have ended."""
+    """Returns every living descendant of this process, and reaps adopted ones that have ended."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, ChildProcessError):
@@ -86,10 +83,10 @@ def descendants() -> list[psutil.Process]:
 
 
 def end_descendants(grace_s: float) -> list[str]:
-    """Waits up to ``grace_s`` seconds for every descendant to end by itself, then terminates and at last kills the
-    rest. Returns one line per process that is still there after that."""
+    """Waits for all descendants to end, then terminates and at last kills the rest. Returns a line for each that is
+    still there."""
     for end, patience_s in ((None, grace_s), (psutil.Process.terminate, 3.0), (psutil.Process.kill, 3.0)):
-        processes = descendants()  # again each time: a process that ends may hand its own children up to us
+        processes = descendants()  # each time anew, since children of an ended process become ours
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 if end is not None:
@@ -101,7 +98,7 @@ def end_descendants(grace_s: float) -> list[str]:
 
 
 def remove_shared_memory(pids: Collection[int]) -> None:
-    """Unlinks what is named after one of these processes in /dev/shm, unless it lives."""
+    """Unlinks the segments in /dev/shm that are named after one of these processes and whose process has ended."""
     for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
         owner = _NAMED_AFTER.match(path.name)
         if owner is not None and int(owner[1]) in pids and not psutil.pid_exists(int(owner[1])):

@@ -1,7 +1,7 @@
-"""Who may talk to Ray: its token. No Ray here.
+"""Checks that Ray is protected by its token. No Ray here.
 
-Whoever may talk to one of Ray's ports runs code: GCS, raylets and workers take tasks, and Serve's replicas unpickle
-what their callers send. Ray listens on every interface of its node. See docs/security.md.
+A client of any of Ray's ports can run code: GCS, raylets and workers take tasks, and Serve's replicas unpickle what
+their callers send. Ray listens on every interface of its node. See docs/security.md.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def secured(environment: Mapping[str, str], address: str | None) -> Iterator[str]:
-    """Closes the token's file to other users, for Ray makes it readable for everybody. Yields what the operator is to
-    know. Once Ray is up, which sets AUTH_MODE where nobody has. address: of a cluster that was there before."""
+    """Makes the token's file private, which Ray makes readable for everybody. Yields messages for the operator.
+
+    Args:
+        environment: After Ray's start, which sets AUTH_MODE by default.
+        address: The cluster's, if it is not our own.
+    """
     if environment.get(AUTH_MODE, "").lower() != "token":
         where = f"the Ray cluster at {address}" if address else "this Ray cluster, which listens on every interface,"
         yield (
-            f"WARNING: {where} is used WITHOUT A TOKEN: whoever reaches one of its ports, or of Serve's replicas, runs "
+            f"WARNING: {where} is used WITHOUT A TOKEN: any client of its ports, or of Serve's replicas, runs "
             f"code as this user. Unset {AUTH_MODE} or set it to token, on every node, or let nobody reach these ports "
             "(docs/security.md)"
         )

@@ -1,4 +1,4 @@
-"""One Ray cluster (its own, or the one RAY_ADDRESS names) with one Outrider application on it, from start to end."""
+"""Starts, watches and stops one Outrider application on a Ray cluster: its own, or the one that RAY_ADDRESS names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
@@ -27,7 +26,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT, REFLECTION, SERVICES
 from outrider.actors.serve_adapter.broadcast import broadcast
-from outrider.actors.serve_adapter.living import end_controller, patient_with_ray
+from outrider.actors.serve_adapter.living import patient_with_ray
 from outrider.actors.serving.owners import TOKEN_VARIABLE
 from outrider.cluster.config import ConfigError, OutriderConfig, ServingConfig
 from outrider.cluster.installed import import_early
@@ -36,40 +35,39 @@ from outrider.cluster.registry import find_registry
 from outrider.deploy import ray_access
 from outrider.deploy.app import INGRESS, POOL, TARGET, ReplicaPlan, build_app, describe, plan_replica, serve_logging
 from outrider.deploy.gateway import Gateway
-from outrider.deploy.liveness import ApplicationJudge, ServerDied, drain, keep_asking
+from outrider.deploy.liveness import ApplicationHealth, ServerDied, drain, keep_asking
 from outrider.deploy.ports import reachable
 from outrider.deploy.processes import StopSignal, adopt_orphans, descendants, end_descendants, remove_shared_memory
 from outrider.deploy.progress import Progress
 
 OBJECT_STORE_BYTES = 256 << 20
-"""Nothing large travels through Ray's object store: tokens are a few hundred bytes a round."""
+"""Size of Ray's object store. Nothing large is put into it: the tokens of a round are a few hundred bytes."""
 
 RAY_STARTS_WITHIN_S = 300.0
-SAID_EVERY_S = 60.0
+REPORT_EVERY_S = 60.0
+LOOK_EVERY_S = 10.0
 BEAT_S = 3.0
 ASKING_TO_DRAIN_S = 5.0
-ENDING_CONTROLLER_S = 5.0
 TROUBLES_WITHIN_S = 5.0
 SERVE_SHUTDOWN_S = 45.0
 RAY_SHUTDOWN_S = 20.0
 WORKER_NICENESS = ("RAY_worker_niceness", "0")
-"""Ray runs its workers at 15 unless told otherwise, which is meant for batches: proxies, ranks and drafters would wait
-for whatever else runs on their machine, their own clients included."""
+"""Ray's default is 15, which suits batches: proxies, ranks and drafters would wait for every other program on their
+machine, clients included."""
 
 UNSCHEDULED = "to be scheduled"
-"""In Serve's message of a deployment whose replicas Ray has found no room for."""
+"""Part of Serve's message of a deployment for whose replicas Ray has no room."""
 
 TRIES_AGAIN = "A replica failed to start with exception."
-"""How the message of a deployment begins whose replica Serve starts anew; nothing else of its status says so."""
+"""Begins Serve's message of a deployment whose replica it starts anew; the status alone does not tell."""
 
 RAY_DAEMONS = ("gcs_server", "raylet")
-MOST_CHARACTERS = 600
-_EXCEPTION = re.compile(r"(?:[a-z_]\w*\.)*(\w*(?:Error|Exception)): ")
-_ELSEWHERE = "See root cause above"
+MAX_REASON_CHARS = 600
+_EXCEPTION = re.compile(r"^(?:[a-z_]\w*\.)*(\w*(?:Error|Exception)): ", re.MULTILINE)
 
 
 class Server:
-    """start, wait, stop: once each, from the main thread."""
+    """Runs one application. Call ``start``, ``wait`` and ``stop`` once each, from the main thread."""
 
     def __init__(self, config: OutriderConfig, stop: StopSignal, progress: Progress, verbose: bool = False) -> None:
         self._config, self._serving, self._name = config, config.serving, config.serving.app_name
@@ -79,18 +77,19 @@ class Server:
         self._verbose = verbose
         self._address = os.environ.get("RAY_ADDRESS")
         self._pids: set[int] = set()
-        """Of all processes below this one, seen so far."""
+        """Ids of all descendants of this process, seen so far."""
 
         self._logs: Path | None = None
         self._daemons: dict[int, str] = {}
         self._stopped_asking = threading.Event()
-        self._told: set[object] = set()
-        self._said_at: dict[str, float] = {}
+        self._reported_stages: set[object] = set()
+        self._reported_at: dict[str, float] = {}
+        self._looks_at = 0.0
         self._gateway: Gateway | None = None
         self._serves = False
 
     def start(self) -> None:
-        """Return when requests can be answered. Raises ConfigError, or Stopped when asked to end meanwhile."""
+        """Returns when requests can be answered. Raises ConfigError, or Stopped at a signal."""
         plan = plan_replica(self._config)
         for warning in plan.warnings:
             self._progress.say(f"WARNING: {warning}")
@@ -120,20 +119,17 @@ class Server:
         self._serves = True
 
     def wait(self) -> None:
-        """Return never; Stopped ends it. Raises ServerDied when Ray, Serve or the application has ended by itself."""
-        judge = ApplicationJudge()
-        arguments = (self._application_state, judge, self._stopped_asking)
+        """Blocks until a signal (Stopped), or until Ray, Serve or the application ends by itself (ServerDied)."""
+        health = ApplicationHealth()
+        arguments = (self._application_state, health, self._stopped_asking)
         threading.Thread(target=keep_asking, args=arguments, daemon=True).start()
         while True:
-            self._check_lives(judge)
-            if judge.ends_controller():
-                self._progress.say("WARNING: Serve's controller does not answer; ending it, for Ray to start another")
-                self._within(ENDING_CONTROLLER_S, _end_controller)
+            self._check_lives(health)
             self._stop.wait(BEAT_S)
 
-    def _check_lives(self, judge: ApplicationJudge) -> None:
-        """Raises ServerDied, or Stopped when asked to end meanwhile."""
-        died = next((f"Ray's {name} has ended" for name in self._ended_daemons()), judge.verdict())
+    def _check_lives(self, health: ApplicationHealth) -> None:
+        """Raises ServerDied for the first part that has ended, or Stopped at a signal."""
+        died = next((f"Ray's {name} has ended" for name in self._ended_daemons()), health.failure())
         if self._gateway is not None and not self._gateway.alive():
             died = "the gateway (HAProxy) has ended"
         if died is not None:
@@ -141,22 +137,22 @@ class Server:
             raise ServerDied(f"{died}{self._where()}")
 
     def _ended_daemons(self) -> list[str]:
-        """Of a Ray that is ours: those that have ended, as a signal to the whole process group makes them."""
+        """Returns the names of the daemons of our own Ray that have ended."""
         alive = {process.pid for process in descendants()}
         self._pids |= alive
         return [name for pid, name in self._daemons.items() if pid not in alive]
 
     def _application_state(self) -> tuple[bool, bool, str]:
-        """Whether Serve's controller knows the application, whether that serves, and what the controller says."""
+        """Asks Serve's controller whether the application exists, whether it serves, and for its messages."""
         app = serve.status().applications.get(self._name)
         if app is None or app.status is ApplicationStatus.DELETING:
             return False, False, ""
-        self._tell(app)
+        self._report_troubles(app)
         said = [app.status.value, app.message, *(each.message for each in app.deployments.values())]
         return True, app.status is ApplicationStatus.RUNNING or all_serve(app), " ".join(said)
 
     def stop(self) -> list[str]:
-        """Take everything down. Returns one line per process that could not be ended."""
+        """Ends everything that was started. Returns one line for each process that could not be ended."""
         self._stopped_asking.set()
         if ray.is_initialized():
             if self._serves and not self._ended_daemons():
@@ -171,8 +167,8 @@ class Server:
         return left
 
     def _within(self, limit_s: float, call: Callable[[], object]) -> bool:
-        """Runs ``call`` in a thread and returns whether it ended, within the limit and 3 s after Ray. What it leaves
-        undone is for end_descendants."""
+        """Runs a call in a thread for limit_s at most, and for 3 s at most once Ray has ended. Returns whether it
+        ended."""
 
         def quietly() -> None:
             with suppress(Exception):
@@ -189,15 +185,15 @@ class Server:
         return not thread.is_alive()
 
     def _drain(self) -> None:
-        """Let running answers come to their ends, for serving.drain_s at most; a signal ends that, too."""
+        """Waits for running requests, until serving.drain_s is over or another signal comes."""
         ingress = serve.get_deployment_handle(INGRESS, self._name)
 
         def ask() -> int:
             replies = asyncio.run(broadcast(ingress, "drain", timeout_s=ASKING_TO_DRAIN_S))
-            # One that does not answer has nothing that could be waited for.
+            # The requests of an ingress that does not reply cannot be waited for.
             return sum(reply.value for reply in replies if reply.ok)
 
-        if self._gateway is not None:  # from now on it takes no new connection
+        if self._gateway is not None:  # it takes no new connection from now on
             threading.Thread(target=self._gateway.drain, args=(self._serving.drain_s,), daemon=True).start()
         drain(ask, self._serving.drain_s, pressed=self._stop.pressed, say=self._progress.say)
 
@@ -216,7 +212,7 @@ class Server:
         else:
             self._progress.say("starting Ray")
             needed = plan.total("CPU", self._serving.most_replicas, plan.most_drafters)
-            # Logical: ranks that share cores still need a bundle each.
+            # Logical CPUs: ranks that share cores still need a bundle each.
             num_cpus = max(os.cpu_count() or 1, math.ceil(needed))
             with patient_with_ray(RAY_STARTS_WITHIN_S, self._progress.say):
                 context = ray.init(**cluster_of_its_own(num_cpus), **logs)
@@ -239,12 +235,12 @@ class Server:
             raise ConfigError(f"serving: Ray Serve did not start: {shortened(str(error))}{self._where()}") from error
 
     def _wait_until_running(self) -> None:
-        """But for a pool, without which targets serve. Raises ConfigError."""
+        """Returns when all deployments run; the pool of drafters is not waited for. Raises ConfigError."""
         while True:
             app = serve.status().applications.get(self._name)
-            self._tell_stages()
+            self._report_stages()
             if app is not None:
-                self._tell(app)
+                self._report_troubles(app)
                 if has_come_up(app):
                     if app.status is not ApplicationStatus.RUNNING:
                         self._progress.say("drafters of the pool still load: targets decode plainly until one is there")
@@ -256,7 +252,7 @@ class Server:
             self._stop.wait(0.5)
 
     def _lacks(self) -> str | None:
-        """What a client would still miss, since Serve's proxies learn of a running replica only a moment later."""
+        """Returns what keeps a client from being answered, or None. Serve's proxies learn of a replica with a delay."""
         try:
             socket.create_connection((self._host, self._serving.grpc_port or 0), timeout=10.0).close()
             connection = http.client.HTTPConnection(self._host, self._serving.http_port, timeout=10.0)
@@ -267,79 +263,69 @@ class Server:
             return str(error) or type(error).__name__
         return None if status == http.client.OK else f"/health answers {status}"
 
-    def _tell(self, app: ApplicationStatusOverview) -> None:
-        """Says, once a minute, what Serve says of replicas that wait for room and of a pool whose drafters fail, and
-        why drafters of the pool do not load, which their replicas try again without failing."""
-        troubles = [(POOL, trouble) for trouble in self._troubles()] if POOL in app.deployments else []
+    def _report_troubles(self, app: ApplicationStatusOverview) -> None:
+        """Prints, once a minute each, why replicas of the application are missing though the server goes on."""
+        now = time.monotonic()
+        if now < self._looks_at:
+            return
+        self._looks_at = now + LOOK_EVERY_S
+        troubles = [(POOL, trouble) for trouble in self._drafter_troubles()] if POOL in app.deployments else []
         for name, each in app.deployments.items():
             if UNSCHEDULED in each.message:
                 troubles.append((name, each.message))
             elif name == POOL and has_failed(each):
                 troubles.append((name, shortened(each.message)))
-        now = time.monotonic()
         for name, text in troubles:
-            if now - self._said_at.get(text, -math.inf) >= SAID_EVERY_S:
-                self._said_at[text] = now
+            if now - self._reported_at.get(text, -math.inf) >= REPORT_EVERY_S:
+                self._reported_at[text] = now
                 self._progress.say(f"WARNING: {name}: {text}")
 
-    def _troubles(self) -> list[str]:
-        """Returns why drafters of the pool do not load, as their replicas have told the registry."""
+    def _drafter_troubles(self) -> list[str]:
+        """Returns why drafters of the pool do not load. Their replicas try again without failing, so Serve does not
+        know."""
         try:
             registry = find_registry(self._name)
             return sorted(set(ray.get(registry.troubles.remote(), timeout=TROUBLES_WITHIN_S).values()))
         except (ray.exceptions.RayError, ValueError):  # there is no registry yet, or it is being replaced
             return []
 
-    def _tell_stages(self) -> None:
-        """What replicas have logged of their start-up since the last time."""
+    def _report_stages(self) -> None:
+        """Prints the stages of the replicas' start-up that their logs have gained."""
         for path in sorted(self._logs.glob("serve/replica_*.log")) if self._logs is not None else ():
             for stage, seconds in stages_in(path.read_text(errors="replace")):
-                if (told := (path.name, stage, seconds)) not in self._told:
-                    self._told.add(told)
+                if (reported := (path.name, stage, seconds)) not in self._reported_stages:
+                    self._reported_stages.add(reported)
                     self._progress.done(stage, seconds)
 
     def _explain_failure(self, app: ApplicationStatusOverview) -> str:
+        """Returns Serve's message of the deployment that failed."""
         failed = ((name, each.message) for name, each in app.deployments.items() if name != POOL and has_failed(each))
         name, message = next(((name, message) for name, message in failed if message), ("serving", app.message))
         text = shortened(message)
-        if _ELSEWHERE in text and self._logs is not None:
-            text = root_cause(self._logs) or text
         is_field = re.match(r"(?:target|drafter|speculation|link|serving|openai)[.\w]*: ", text)
-        return f"{'' if is_field else f'{name.lower()}: '}{text}{self._where()}"
+        logs = "" if self._logs is None else f" (logs: {self._logs}; shown with --verbose)"
+        return f"{'' if is_field else f'{name.lower()}: '}{text}{logs}"
 
     def _where(self) -> str:
         return f" (logs: {self._logs})" if self._logs is not None else ""
 
     def _take_down_serve(self) -> None:
-        # Ends the replicas gracefully. In a cluster of ours the rest goes down with Ray: serve.shutdown would kill its
-        # controller while waiting for it, and now and then waits out its 30 seconds.
+        # delete() ends the replicas gracefully. In a cluster of ours the rest ends with Ray; serve.shutdown() would
+        # sometimes wait for 30 seconds for the controller that it has killed itself.
         serve.delete(self._name)
         if self._address and not serve.status().applications:
             serve.shutdown()
 
 
-def _end_controller() -> None:
-    """Ends ours by its process: Ray starts another in the place of one that it is asked to end, but leaves one that is
-    stopped where it is."""
-    found = False
-    for process in descendants():
-        with suppress(psutil.NoSuchProcess):
-            if "ray::ServeController" in " ".join(process.cmdline()):
-                process.kill()
-                found = True
-    if not found:  # of a cluster that others have started
-        end_controller()
-
-
 def all_serve(app: ApplicationStatusOverview) -> bool:
-    """Whether ingress and target have a running replica each: they serve without drafters."""
+    """Returns whether ingress and target have a running replica each, which is enough to serve without drafters."""
     return all(
         name in app.deployments and app.deployments[name].replica_states.get("RUNNING") for name in (INGRESS, TARGET)
     )
 
 
 def has_come_up(app: ApplicationStatusOverview) -> bool:
-    """At start-up: whether everything runs, but for the pool. What autoscaling adds or takes away is not waited for."""
+    """Returns, at start-up, whether all deployments but the pool run. Replicas added by autoscaling do not count."""
     if app.status is ApplicationStatus.RUNNING or POOL not in app.deployments:
         return app.status is ApplicationStatus.RUNNING
     others = {each.status.name for name, each in app.deployments.items() if name != POOL}
@@ -347,19 +333,20 @@ def has_come_up(app: ApplicationStatusOverview) -> bool:
 
 
 def has_given_up(app: ApplicationStatusOverview) -> bool:
-    """At start-up: whether something has failed, but for the pool."""
+    """Returns, at start-up, whether a deployment other than the pool has failed."""
     failed = {name for name, each in app.deployments.items() if has_failed(each)}
     gave_up = app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
     return bool(failed - {POOL}) or (gave_up and not failed)
 
 
 def has_failed(deployment: DeploymentStatusOverview) -> bool:
-    """At start-up, where a wrong model or setting stays wrong: the first failure counts, though Serve tries again."""
+    """Returns, at start-up, whether a replica has failed. The first failure counts, though Serve tries again: a wrong
+    model or setting stays wrong."""
     return deployment.status.name in ("DEPLOY_FAILED", "UNHEALTHY") or deployment.message.startswith(TRIES_AGAIN)
 
 
 def cluster_of_its_own(num_cpus: int) -> dict[str, Any]:
-    """For ray.init: a cluster that ends with this process, and what of it listens where."""
+    """Returns arguments of ray.init for a cluster that ends with this process."""
     return {
         "address": "local",  # never an unrelated cluster that happens to run here
         "namespace": NAMESPACE,
@@ -371,7 +358,7 @@ def cluster_of_its_own(num_cpus: int) -> dict[str, Any]:
 
 
 def _states(app: ApplicationStatusOverview | None) -> str:
-    """One line: how many replicas of each deployment are in which state."""
+    """Returns one line with the number of replicas of each deployment by state."""
     parts = []
     for name, each in app.deployments.items() if app is not None else ():
         counted = " ".join(f"{number} {state.lower()}" for state, number in each.replica_states.items())
@@ -380,7 +367,7 @@ def _states(app: ApplicationStatusOverview | None) -> str:
 
 
 def proxy_options(serving: ServingConfig) -> dict[str, Any]:
-    """Returns ``http_options`` and ``grpc_options`` for ``serve.start``. Ports are settled by then."""
+    """Returns ``http_options`` and ``grpc_options`` for ``serve.start``. The ports must be settled."""
     functions = [SERVICES, REFLECTION] if serving.api_key is None else [SERVICES]
     assert serving.grpc_port is not None
     return {
@@ -390,17 +377,9 @@ def proxy_options(serving: ServingConfig) -> dict[str, Any]:
 
 
 def shortened(message: str) -> str:
-    """Returns the end of a message of Ray's or Serve's, from its last exception on, on one line."""
-    starts = [found.start() for found in re.finditer(rf"^{_EXCEPTION.pattern}", message, re.MULTILINE)]
-    text = " ".join(message[starts[-1] if starts else 0 :].split())
-    text = _EXCEPTION.sub(lambda found: "" if found[1] == "ConfigError" else f"{found[1]}: ", text, count=1)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} …"
-
-
-def root_cause(logs: Path) -> str | None:
-    """Returns the last exception in the logs of Ray's workers, the newest file first: vLLM's engine points there."""
-    for path in sorted(logs.glob("worker-*.[eo][ru][rt]"), key=lambda path: path.stat().st_mtime, reverse=True):
-        lines = [line for line in path.read_text(errors="replace")[-65536:].splitlines() if _EXCEPTION.search(line)]
-        if lines := [line for line in lines if _ELSEWHERE not in line]:
-            return shortened(lines[-1][_EXCEPTION.search(lines[-1]).start() :])  # type: ignore[union-attr]
-    return None
+    """Returns a message of Ray or Serve on one line, from its last exception on, cut to MAX_REASON_CHARS."""
+    last = next(reversed(list(_EXCEPTION.finditer(message))), None)
+    if last is not None:
+        message = message[last.end() if last[1] == "ConfigError" else last.start(1) :]
+    text = " ".join(message.split())
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]} …"

@@ -1,8 +1,8 @@
 """Installs Outrider into the virtual environment whose Python runs this: ``make setup``.
 
-Standard library only: it runs before anything is installed. It picks the CPU or the GPU build of vLLM, lets uv install
-it from where pip is told to look, takes out the torch companions that do not fit the installed torch, and checks that
-what serving imports first does import.
+It uses the standard library only, since it runs before anything is installed. It picks the CPU or the GPU build of
+vLLM, lets uv install it from pip's package indexes, removes torch companions that do not fit the installed torch, and
+checks the imports of serving.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages vLLM's CPU build pulls in without a version. Built for another torch they break every import of
-transformers; serving text needs none of them."""
+"""Packages that vLLM's CPU build requires without a version. Built for another torch, they break the import of
+transformers. Serving text needs none of them."""
 
 UV = "uv==0.13.9"
-"""Resolves, fetches and unpacks in a fifth of pip's time: 20 s here for 107."""
+"""The installer. It took 20 s where pip took 107 s."""
 
 PIP_SETTINGS = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -33,7 +33,7 @@ PIP_SETTINGS = {
     "cert": "SSL_CERT_FILE",
     "proxy": "ALL_PROXY",
 }
-"""uv reads its own variables and none of pip's: what the latter is told of places, in the words of the former."""
+"""Maps pip's settings of package sources to uv's environment variables; uv does not read pip's."""
 
 CPU_TORCH_HINT = (
     "The package index offers no CPU build of torch. Set UV_TORCH_BACKEND=cpu, or point PIP_EXTRA_INDEX_URL at "
@@ -42,11 +42,11 @@ CPU_TORCH_HINT = (
 
 
 class SetupError(RuntimeError):
-    """Setting up failed; the message says what to do."""
+    """Says why the setup failed, and what to do."""
 
 
 def refused_place() -> str | None:
-    """Returns why Ray can start no engine with this Python; None where it can."""
+    """Returns why Ray cannot start an engine with this Python, or None."""
     if shlex.quote(sys.executable) == sys.executable:
         return None
     return (
@@ -56,7 +56,7 @@ def refused_place() -> str | None:
 
 
 def detect_accelerator() -> str:
-    """Returns ``gpu`` where nvidia-smi lists a device, else ``cpu``."""
+    """Returns ``gpu`` if nvidia-smi lists a device, else ``cpu``."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -65,9 +65,12 @@ def detect_accelerator() -> str:
 
 
 def uv_settings(pip_settings: str) -> dict[str, str]:
-    """Returns uv's environment for the same places that pip looks at. pip_settings: as ``pip config list`` prints them.
+    """Returns uv's environment for pip's package sources.
 
-    A command's section overrides the global one, and the environment both, as for pip itself.
+    A command's section overrides the global one, and the environment both, as in pip.
+
+    Args:
+        pip_settings: The output of ``pip config list``.
     """
     found: dict[str, str] = {}
     lines = [line.partition("=") for line in pip_settings.splitlines() if "=" in line]
@@ -77,16 +80,16 @@ def uv_settings(pip_settings: str) -> dict[str, str]:
             if of == section and name in PIP_SETTINGS:
                 found[PIP_SETTINGS[name]] = " ".join(str(ast.literal_eval(value)).split())
     if places := found.get("UV_FIND_LINKS"):
-        found["UV_FIND_LINKS"] = places.replace(" ", ",")  # the one list of uv's that has commas
-    # Of several indexes pip takes the best version that any has, uv by default the first index with the name.
+        found["UV_FIND_LINKS"] = places.replace(" ", ",")  # uv separates this list by commas
+    # Like pip, uv then takes the best version of any index, not of the first one that has the package.
     return {"UV_INDEX_STRATEGY": "unsafe-best-match", **found}
 
 
 def install(settings: dict[str, str], *arguments: str) -> None:
-    """Runs ``uv pip`` with these arguments on this environment; uv shows its progress. Raises SetupError."""
+    """Runs ``uv pip`` on this environment. Raises SetupError."""
     command, *rest = arguments
     uv = [sys.executable, "-m", "uv", "pip", command, "--python", sys.executable, *rest]
-    done = subprocess.run(uv, cwd=ROOT, env={**settings, **os.environ})  # what uv is told itself stands
+    done = subprocess.run(uv, cwd=ROOT, env={**settings, **os.environ})  # uv's own variables take precedence
     if done.returncode != 0:
         raise SetupError(f"uv ended with exit code {done.returncode}. {CPU_TORCH_HINT if 'cpu' in rest[-1] else ''}")
 
@@ -94,7 +97,7 @@ def install(settings: dict[str, str], *arguments: str) -> None:
 def remove_broken_companions(settings: dict[str, str]) -> None:
     """Uninstalls each torch companion that cannot be imported with the installed torch."""
     there = [name for name in COMPANIONS if importlib.util.find_spec(name) is not None]
-    # Every one in a process of its own, since a failed import leaves torch half registered.
+    # Each import runs in a process of its own, since a failed one leaves torch half registered.
     tries = [subprocess.run([sys.executable, "-c", f"import torch, {name}"], capture_output=True) for name in there]
     if broken := [name for name, tried in zip(there, tries, strict=True) if tried.returncode != 0]:
         print(f"Removing {', '.join(broken)}: built for another torch, and not needed to serve text", flush=True)
@@ -102,7 +105,7 @@ def remove_broken_companions(settings: dict[str, str]) -> None:
 
 
 def verify(accelerator: str) -> None:
-    """Imports what serving imports, which also compiles it for every process of every server. Raises SetupError."""
+    """Imports what serving imports, which also writes its bytecode. Raises SetupError."""
     print("Checking that torch, transformers, vLLM, Ray and Outrider work together (up to a minute)", flush=True)
     flashinfer = "flashinfer, " if accelerator == "gpu" else ""  # by which vLLM chooses attention
     code = (
@@ -113,7 +116,7 @@ def verify(accelerator: str) -> None:
         "import outrider.actors.vllm_adapter.target_worker, outrider.v1.generation_pb2_grpc"
     )
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    # Not in the source tree, so that an installation that misses our packages is noticed.
+    # Outside the source tree, so that missing packages of ours are noticed.
     done = subprocess.run([sys.executable, "-c", code], env=variables, cwd=sys.prefix, capture_output=True, text=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -121,7 +124,7 @@ def verify(accelerator: str) -> None:
 
 
 def requirements(accelerator: str, *, serving: bool) -> list[str]:
-    """Returns what uv is to install. serving: a copy with what a server needs, without the tools of development."""
+    """Returns what uv installs. serving: a copy for an image, without development tools."""
     return [f".[{accelerator},otel]"] if serving else ["--editable", f".[{accelerator},dev]"]
 
 

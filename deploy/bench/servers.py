@@ -1,4 +1,4 @@
-"""The servers of a benchmark, each a process of its own: `outrider serve`, `vllm serve`, or one that runs already."""
+"""Starts and stops the servers of a benchmark: ``outrider serve``, ``vllm serve``, or a running one."""
 
 from __future__ import annotations
 
@@ -29,33 +29,37 @@ POLL_S = 1.0
 STOPS_WITHIN_S = 90.0
 
 VLLM_SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
-"""`vllm serve` itself asks for a distribution of vLLM's usual name, which a build for CPU does not have."""
+"""The code of ``vllm serve``, whose script needs a distribution named vllm, which a CPU build does not have."""
 
 
 class Started:
-    """A server that this process starts once and stops once."""
+    """Ends a server that this process has started."""
 
     _process: subprocess.Popen[str] | None = None
 
     def stop(self) -> None:
-        """End it as an operator would. No effect when it runs no more."""
+        """Ends the server as an operator would, if it still runs."""
         if self._process is not None:
             end(self._process)
         self._process = None
 
 
 class ServerProcess(Started):
-    """``outrider serve``, on free ports: start once, stop once. Its progress goes to our stderr."""
+    """Runs ``outrider serve`` once, on free ports. Its progress goes to our stderr."""
 
     def __init__(self, *arguments: str) -> None:
         self._arguments = [*arguments, "--grpc-port", "0", "--http-port", "0"]
         self.line = ""
-        """What it says on stdout when it can answer."""
+        """Its line on stdout."""
 
     def start(self, waiting: Callable[[], None]) -> str:
-        """Return its gRPC address when it can answer. waiting: called now and then meanwhile. Raises BenchError."""
+        """Returns its gRPC address once it can answer. Raises BenchError.
+
+        Args:
+            waiting: Called from time to time meanwhile.
+        """
         command = [sys.executable, "-m", "outrider.deploy.cli", "serve", *self._arguments]
-        # Its own session: an interrupt at the terminal is ours to pass on, in order.
+        # Its own session, since an interrupt at the terminal must end the servers in order.
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -69,23 +73,23 @@ class ServerProcess(Started):
 
 
 class OutriderServer(ServerProcess):
-    """A server of ours for the run, without its gateway, whose limits and keys are not what is measured."""
+    """Runs a server of ours without a gateway, whose limits are not measured."""
 
     def __init__(self, config: OutriderConfig, path: Path, verbose: bool) -> None:
-        """path: where to write the configuration."""
+        """Writes the configuration to a path."""
         tree = config.model_dump(mode="json")
         tree["serving"] |= {"gateway": "off", "http_port": 0, "grpc_port": 0}
         path.write_text(yaml.safe_dump(tree))
         super().__init__(str(path), *(["--verbose"] if verbose else []))
 
     def start(self, waiting: Callable[[], None]) -> str:
-        """Return its HTTP address, as the other servers do."""
+        """Returns its HTTP address, as the other servers do."""
         super().start(waiting)
         return "http://" + self.line.partition("http=")[2].split()[0]
 
 
 class RunningServer:
-    """A server that somebody else has started, of any kind that speaks OpenAI's API."""
+    """Stands for a running server of any kind with OpenAI's API."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -96,14 +100,14 @@ class RunningServer:
         return self._url
 
     def stop(self) -> None:
-        """Leave it as it is."""
+        """Leaves the server running."""
 
 
 class VllmServer(Started):
-    """vLLM's own server, with nothing of Outrider in it."""
+    """Runs vLLM's own server, without Outrider."""
 
     def __init__(self, options: list[str], cores: str | None, log: Path) -> None:
-        """options: of `vllm serve`. cores: of its model's threads, as VLLM_CPU_OMP_THREADS_BIND; None on GPUs."""
+        """Takes options of ``vllm serve``, and the value of VLLM_CPU_OMP_THREADS_BIND; None on GPUs."""
         self._options, self._log = options, log
         self.environment = {"VLLM_NO_USAGE_STATS": "1"}
         if cores is not None:
@@ -120,7 +124,7 @@ class VllmServer(Started):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
-                start_new_session=True,  # an interrupt at the terminal is ours to pass on, in order
+                start_new_session=True,  # as for a server of ours
             )
         url = f"http://127.0.0.1:{port}"
         while not is_healthy(url):
@@ -133,7 +137,7 @@ class VllmServer(Started):
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a server with SIGINT, and kill what is left of it after STOPS_WITHIN_S."""
+    """Ends a server with SIGINT, and kills it and its descendants after STOPS_WITHIN_S."""
     below: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         below = psutil.Process(process.pid).children(recursive=True)
@@ -151,10 +155,13 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def engine_arguments(config: OutriderConfig, speculative: Mapping[str, Any] | None, gpu: bool) -> dict[str, Any]:
-    """vLLM's engine arguments for the configuration's target, with what it leaves out left to vLLM.
+    """Returns vLLM's engine arguments for the target of a configuration.
 
-    Scheduling is asynchronous, which is vLLM's default where the method allows it. On CPU it has the KV cache of both
-    our engines, and does not compile, as ours do not. speculative: vLLM's speculative_config.
+    Scheduling is asynchronous, vLLM's default where the method allows it. On CPU it has the KV cache of both our
+    engines and does not compile, as ours do not.
+
+    Args:
+        speculative: vLLM's speculative_config.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -169,7 +176,7 @@ def engine_arguments(config: OutriderConfig, speculative: Mapping[str, Any] | No
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Engine arguments as `vllm serve` takes them."""
+    """Returns engine arguments as options of ``vllm serve``."""
     line: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")

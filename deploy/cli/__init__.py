@@ -1,9 +1,8 @@
-"""The ``outrider`` command. Subcommands are imported when they run, so that help comes at once."""
+"""Implements the ``outrider`` command. Subcommands are imported when they run, so that help comes at once."""
 
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import io
 import os
@@ -23,15 +22,13 @@ COMMANDS = {
     "doctor": "check a configuration against this machine before anything is loaded",
     "bench": "measure the load of vLLM's benchmark client, in turns with another server",
 }
-"""Name -> summary. Each is a module beside this one with ``add_arguments(parser)`` and ``run(args) -> int``."""
-
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Maps each command to its summary. It is a module of this package with ``add_arguments(parser)`` and ``run(args)``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand and returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows a question mark for any other
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character shows a question mark
         sys.stdout.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(prog="outrider", description="Speculative decoding for vLLM on Ray.")
     parser.add_argument(
@@ -47,29 +44,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(arguments)
         status = int(importlib.import_module(f"outrider.deploy.cli.{args.command}").run(args))
         try:
-            print(end="", flush=True)  # where there is a standard output
-        except BrokenPipeError:  # whoever read it has had enough
-            _write_no_more()
+            print(end="", flush=True)
+        except BrokenPipeError:  # the reader of a pipe has ended
+            _discard_output()
     except KeyboardInterrupt:
         return fail("interrupted", status=130)
     except BrokenPipeError:
-        _write_no_more()
+        _discard_output()
         return 1
-    except OSError as error:
-        if error.filename is not None or error.errno not in _NO_ROOM:
-            raise
-        _write_no_more()
-        return fail(f"standard output: {error.strerror}; write it elsewhere")
     return status
 
 
-def _write_no_more() -> None:
-    """Leaves the interpreter nothing to flush into what takes no more."""
+def _discard_output() -> None:
+    """Redirects standard output, so that the interpreter's last flush cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(message: str, *, status: int = 1, verbose: bool = False) -> int:
-    """The one line of a command that failed, after the traceback when verbose. Returns the exit status."""
+    """Prints the one line of a command that failed, after the traceback if verbose. Returns the exit status."""
     if verbose:
         traceback.print_exc()
     print(f"outrider: {' '.join(message.split())}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``outrider acceptance``: how many of a draft model's tokens a target accepts, by position, without a server.
+"""Implements ``outrider acceptance``: measures which draft tokens a target accepts, by position, without a server.
 
 Exit status: 0 measured, 1 it failed (one line on stderr says why), 130 interrupted.
 """
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and report. Returns the exit status."""
+    """Measures and reports. Returns the exit status."""
     return exit_status("acceptance", lambda: _report(args), verbose=args.verbose)
 
 

@@ -1,4 +1,4 @@
-"""What several commands share: types of arguments, groups of flags, and how a long command ends."""
+"""Holds what commands share: types of arguments, groups of flags, and the exit status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def address(text: str) -> str:
-    """An argument's type: HOST:PORT."""
+    """Parses an argument of the form HOST:PORT."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
@@ -25,7 +25,7 @@ def address(text: str) -> str:
 
 
 def positive(text: str) -> int:
-    """An argument's type: a whole number from 1 up."""
+    """Parses an argument that is a whole number from 1 up."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
@@ -33,7 +33,7 @@ def positive(text: str) -> int:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds which configuration, and what is put in place of its checkpoints."""
+    """Adds the configuration, and checkpoints in place of its own."""
     parser.add_argument(
         "config", metavar="CONFIG_OR_PRESET", help=f"a YAML file, or a preset: {', '.join(preset_names())}"
     )
@@ -42,23 +42,23 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds where, and in which type, a command without a server computes."""
+    """Adds device and type for commands that compute without a server."""
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
     parser.add_argument("--dtype", default="auto", choices=DTYPES[:3], help="auto: bfloat16 where the device has it")
     parser.add_argument("--verbose", action="store_true", help="the whole traceback when it fails")
 
 
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds TLS. The key is never a flag, since command lines can be read by everybody on the machine."""
+    """Adds TLS. The API key is no flag, since all users of a machine can read command lines."""
     group = parser.add_argument_group(f"connection (a key is taken from ${API_KEY_VARIABLE})")
     group.add_argument("--tls", action="store_true", help="speak TLS; implied by the next three")
-    group.add_argument("--ca", metavar="FILE", type=Path, help="believe the authorities in it (PEM)")
+    group.add_argument("--ca", metavar="FILE", type=Path, help="trust the authorities in it (PEM)")
     group.add_argument("--client-cert", metavar="FILE", type=Path, help="show this certificate (PEM)")
     group.add_argument("--client-key", metavar="FILE", type=Path, help="its private key (PEM)")
 
 
 def credentials_of(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
-    """Returns what to speak TLS with; None: plain text. Raises ValueError naming the flag."""
+    """Returns credentials for TLS, or None for plain text. Raises ValueError naming the flag."""
     if (args.client_cert is None) != (args.client_key is None):
         raise ValueError("--client-cert and --client-key belong together; give both, or neither")
     if not (args.tls or args.ca or args.client_cert):
@@ -75,7 +75,11 @@ def credentials_of(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
 
 
 def exit_status(command: str, work: Callable[[], None], *, interrupted: str = "interrupted", verbose: bool) -> int:
-    """Returns that of a command that does this work; what goes wrong is one line on stderr. interrupted: that line."""
+    """Runs a command's work and returns its exit status. An error is one line on stderr.
+
+    Args:
+        interrupted: That line for an interrupt.
+    """
     try:
         work()
     except KeyboardInterrupt:
@@ -88,7 +92,7 @@ def exit_status(command: str, work: Callable[[], None], *, interrupted: str = "i
 
 
 def check_can_write(option: str, path: Path) -> None:
-    """Looks before hours of work. A file that is there stays as it is. Raises ConfigError."""
+    """Raises ConfigError unless a file can be written. It does not change an existing file."""
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option}: {path.parent} is no directory; make it, or write elsewhere")
     there = path.exists()
@@ -97,4 +101,4 @@ def check_can_write(option: str, path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}); write elsewhere") from None
     if not there:
-        path.resolve().unlink()  # a link that leads to it stays
+        path.resolve().unlink()  # keeps a link that leads to it

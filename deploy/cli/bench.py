@@ -1,4 +1,4 @@
-"""``outrider bench``: the load of vLLM's benchmark client on our server, in turns with another server.
+"""Implements ``outrider bench``: the load of vLLM's benchmark client on our server, in turns with another one.
 
 Exit status: 0 measured, 1 it failed (one line on stderr says why), 2 the command line is wrong, 130 interrupted.
 """
@@ -18,13 +18,13 @@ from outrider.deploy.progress import Progress
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and report. Returns the exit status."""
+    """Measures and reports. Returns the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return exit_status("bench", lambda: measure(args, Progress()), verbose=args.verbose)
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> None:
-    """Print the table, and write the document where it was asked for. Raises ConfigError, BenchError."""
+    """Prints the table, and writes the document for ``--json``. Raises ConfigError, BenchError."""
     check(args)
     if args.json is not None:
         check_can_write("--json", args.json)

@@ -1,4 +1,4 @@
-"""``outrider distill``: a drafter for a target, of its own layers or a given one, trained on what the target says.
+"""Implements ``outrider distill``: trains a drafter of the target's own layers, or a given one, on its responses.
 
 Exit status: 0 done, 1 it failed (one line on stderr says why), 130 interrupted: the same command goes on.
 """

@@ -1,6 +1,6 @@
-"""``outrider doctor``: a configuration against this machine, before anything is loaded.
+"""Implements ``outrider doctor``: checks a configuration against this machine, before anything is loaded.
 
-One line for each check, OK, WARN or FAIL with what to do about it. Exit status 1 when something fails, else 0.
+It prints one line for each check: OK, WARN or FAIL, with a fix. Exit status 1 if a check fails, else 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is found. Returns the exit status."""
+    """Prints all findings. Returns the exit status."""
     findings = examine(args.config, Overrides(target=args.target, drafter=args.drafter))
     failed = any(finding.level is Level.FAIL for finding in findings)
     if args.json:
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """Returns the lines, and a last one that sums them up."""
+    """Returns one line for each finding, and a summary."""
     width = max(len(finding.subject) for finding in findings)
     lines = []
     for finding in findings:

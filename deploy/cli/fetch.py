@@ -1,4 +1,4 @@
-"""``outrider fetch PRESET_OR_HUB_ID``: puts a model, or a preset's models, onto this machine."""
+"""Implements ``outrider fetch``: puts a model, or the models of a preset, onto this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fetches what is missing. Returns the exit code; prints one model directory a line on stdout."""
+    """Fetches missing models and prints their directories on stdout. Returns the exit code."""
     interrupted = "interrupted; the same command goes on where it stopped"
     return exit_status("fetch", lambda: _fetch(args), interrupted=interrupted, verbose=False)
 

@@ -1,4 +1,4 @@
-"""``outrider generate PROMPT``: one request to a running server, streamed to the terminal or printed as JSON.
+"""Implements ``outrider generate``: one request to a running server, streamed to the terminal or printed as JSON.
 
 Exit status: 0 the answer is complete, 1 the call failed (one line on stderr says why), 2 the command line is wrong,
 130 interrupted (the request is then cancelled on the server).
@@ -37,7 +37,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _text_or_file(mark: str) -> Callable[[str], str]:
-    """Returns a type of arguments: a text, which has the mark in it, or the path of a file that holds one."""
+    """Returns a parser of arguments that are a text with the mark in it, or the path of a file with such a text."""
 
     def read(text: str) -> str:
         try:
@@ -57,11 +57,11 @@ _CONSTRAINTS: dict[str, dict[str, Any]] = {
 }
 _SAMPLING = [field for field in pb.SamplingParameters.DESCRIPTOR.fields if field.name != "structured_outputs"]
 _OPTIONS = (*(field.name for field in _SAMPLING), *_CONSTRAINTS, "num_speculative_tokens", "verification", "adapter")
-"""Flags that are the option of the same name as they are."""
+"""Flags that become the option of the same name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags. Ranges are the server's to check, so that there is one answer to them."""
+    """Adds the flags. The server alone checks ranges."""
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
     parser.add_argument("--address", metavar="HOST:PORT", type=address, default=DEFAULT_ADDRESS, help="%(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object when the answer is complete")
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _how(field: Any) -> dict[str, Any]:
-    """Returns what argparse is told of a sampling parameter, by its type in the protocol."""
+    """Returns argparse's options for a sampling parameter, by its type in the protocol."""
     if field.name == "logit_bias":
         return {"type": _bias, "action": "append", "metavar": "ID=BIAS"}
     if field.is_repeated:
@@ -94,7 +94,7 @@ def _how(field: Any) -> dict[str, Any]:
 
 
 def options_of(args: argparse.Namespace) -> GenerationOptions:
-    """Returns the options of the flags that were given, and no others."""
+    """Returns the options of the given flags."""
     given = {name: value for name in _OPTIONS if (value := getattr(args, name)) is not None}
     if args.logit_bias is not None:
         given["logit_bias"] = dict(args.logit_bias)
@@ -118,13 +118,13 @@ def run(args: argparse.Namespace) -> int:
                 print_text(client, prompt, options)
     except OutriderError as error:
         return fail(str(error))
-    except ValueError as error:  # of the flags, of standard input that is no text, of a key that cannot be one
+    except ValueError as error:  # wrong flags, standard input that is no text, or a malformed key
         return fail(str(error), status=2)
     return 0
 
 
 def as_json(response: pb.GenerateResponse) -> dict[str, Any]:
-    """Returns the response by its fields' names (generation.proto), with stop_reason null where nothing stopped it."""
+    """Returns the response by its fields' names (generation.proto), with stop_reason null if there is none."""
     document: dict[str, Any] = json_format.MessageToDict(
         response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -135,7 +135,7 @@ def as_json(response: pb.GenerateResponse) -> dict[str, Any]:
 
 
 def print_text(client: OutriderClient, prompt: str, options: GenerationOptions) -> None:
-    """Prints text as it comes, several answers when all are there, then one line of statistics on stderr."""
+    """Streams one response, or prints several when all are complete, then one line of statistics on stderr."""
     started_s = time.monotonic()
     answers: list[Any] = []
     if (options.get("n") or 1) > 1:

@@ -1,7 +1,7 @@
-"""``outrider keys new|list|revoke``: the file of API keys that ``serving.gateway.keys_file`` names.
+"""Implements ``outrider keys new|list|revoke`` for the file of API keys, ``serving.gateway.keys_file``.
 
-A running gateway takes a change within about a second. ``new`` prints the secret on stdout, once: the file has its
-hash only.
+A running gateway applies a change within about a second. ``new`` prints the secret on stdout, once, since the file
+has its hash only.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ FILE_VARIABLE = "OUTRIDER_KEYS_FILE"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="keys_command", metavar="new|list|revoke", required=True)
     new = commands.add_parser("new", help="make a key, print its secret once, and put its hash into the file")
-    new.add_argument("name", metavar="NAME", help="to list and revoke it by")
+    new.add_argument("name", metavar="NAME", help="of the key")
     new.add_argument("--expires", type=_expires, help="90d from now, or a time such as 2027-01-01 (default: never)")
     limit = "at most (default: serving.gateway.requests_per_minute)"
     new.add_argument("--requests-per-minute", metavar="N", type=positive, help=limit)
-    shown = commands.add_parser("list", help="what the file says of each key")
+    shown = commands.add_parser("list", help="list the keys of the file")
     revoke = commands.add_parser("revoke", help="take a key out of the file")
     revoke.add_argument("name", metavar="NAME")
     configured = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "outrider" / "keys.yaml"
@@ -80,7 +80,7 @@ def _revoke(args: argparse.Namespace) -> None:
         if not (revoked := [key for key in keys if key.name == args.name]):
             raise ConfigError(f"NAME: {args.name!r} is not in {args.file}; see: outrider keys list")
         keys.remove(revoked[0])
-    print(f"outrider: key {args.name} is revoked; what it has running goes on to its end", file=sys.stderr)
+    print(f"outrider: key {args.name} is revoked; its running requests are finished", file=sys.stderr)
 
 
 def _expires(text: str) -> datetime:

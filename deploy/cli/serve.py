@@ -1,7 +1,7 @@
-"""``outrider serve``: a deployment on this machine, from configuration to clean end.
+"""Implements ``outrider serve``: a deployment on this machine, from its configuration to a clean end.
 
 stdout gets exactly one line, once requests can be answered. stderr gets progress, or one line that explains a
-failure. However it ends, no process it started is left, and no shared memory that is certainly theirs.
+failure. However it ends, it leaves no process that it started, and none of their shared memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM, or until what it runs on dies. Returns the exit code: 0, or 1 after a failure told
-    on stderr."""
+    """Serves until SIGINT or SIGTERM, or until Ray, Serve or the application ends. Returns the exit code, 1 after a
+    failure."""
     addresses = _claim_stdout(args.verbose)
     progress = Progress()
     stop = StopSignal()
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with progress.stage("configuration, ports and checkpoints checked"):
             config = prepare(args, progress)
-        # Ray reads it when it is imported, and ends where its dashboard takes longer, as on a busy machine it does.
+        # Ray reads this limit when it is imported; its dashboard takes longer than the default on a busy machine.
         os.environ.setdefault("RAY_DASHBOARD_STARTUP_TIMEOUT_S", str(DASHBOARD_LIMIT_S))
         # Imported here: Ray takes seconds, and most mistakes are found before it is needed.
         with progress.stage("Ray imported"):
@@ -79,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
-    """Everything that can go wrong without starting anything. Fetches the models of a small preset when missing.
+    """Returns the checked configuration with settled ports. Fetches missing models of a small preset.
 
-    Raises ConfigError, by field.
+    Raises ConfigError naming the field.
     """
     from outrider.deploy.models.check import check_models
     from outrider.deploy.models.fetch import fetch
@@ -98,7 +98,7 @@ def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
 
 
 def _claim_stdout(verbose: bool) -> TextIO:
-    """The real stdout, for the one line. What anything else prints there from now on is for ``--verbose``."""
+    """Returns the real stdout, for the one line, and redirects all other output to stderr if verbose, else nowhere."""
     sys.stdout.flush()
     private = os.fdopen(os.dup(1), "w")
     if verbose:

@@ -1,4 +1,4 @@
-"""Acceptance without a server: the target answers prompts, and a draft model's rounds are walked along its answers."""
+"""Measures acceptance without a server: along answers of the target, as rounds of the draft model would run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ def measure(
     device: str,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """The report, of greedy answers. limit: prompts, evenly spread; None: all. Raises ConfigError."""
+    """Returns the report over greedy answers. Raises ConfigError.
+
+    Args:
+        limit: Number of prompts, evenly spread over the file. None: all.
+    """
     from outrider.actors.learning.train import Trainer
 
     prompts = spread(data.prompts, limit)
     document = models.check_architecture(target, "TARGET")
-    models.check_same_words(target, drafter)
+    models.check_same_tokens_of(target, drafter)
     check_made_for(target, drafter, every_tensor=True)
     room = int(document.get("max_position_embeddings") or 1 << 20) - max_tokens
     tokens = tokens_of(prompts, models.load_tokenizer(target), room, chat, "--dataset")
@@ -65,7 +69,7 @@ def measure(
 
 
 def table(report: dict[str, Any]) -> str:
-    """For people."""
+    """Returns the report as text."""
     positions = ", ".join("-" if share is None else f"{share:.3f}" for share in report["by_position"])
     rows = [
         f"  K = {row['k']}: {row['tokens_per_round']:.2f} tokens a round, {row['acceptance_rate']:.3f} accepted"

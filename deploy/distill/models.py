@@ -1,4 +1,4 @@
-"""The target, and the drafter that is made of its own layers or of a given one. Thin over transformers."""
+"""Loads the target, and makes a drafter of its layers or of another drafter, by transformers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def keep_large_blocks() -> None:
-    """Have glibc keep what is freed for the next allocation, for the rest of this process.
+    """Makes glibc keep freed memory for later allocations of this process.
 
-    It gives large blocks back to the system and gets them anew, page by page and zeroed. Every step of a model on a CPU
-    needs hundreds, and where page faults are dear, as in a sandbox, half of the time was seen to go into that.
+    By default it returns large blocks to the system and gets zeroed pages again. A training step on CPU needs hundreds
+    of them, which took half of its time in a sandbox with slow page faults.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -39,7 +39,7 @@ def keep_large_blocks() -> None:
 
 
 def locate(model: str, option: str) -> Path:
-    """A local checkpoint: a directory, or a hub id of which `outrider fetch` or the hub's client has a copy. Raises
+    """Returns the directory of a checkpoint. A hub id is looked up among fetched models, then downloaded. Raises
     ConfigError."""
     copy = find_copy(source) if (source := BY_HUB_ID.get(model)) else None
     found = Path(preset.locate(str(copy or model), option))
@@ -47,7 +47,7 @@ def locate(model: str, option: str) -> Path:
 
 
 def check_architecture(checkpoint: Path, option: str) -> dict[str, Any]:
-    """config.json. Raises ConfigError unless drafters of its kind can be made."""
+    """Returns a checkpoint's config.json. Raises ConfigError unless drafters of its architecture can be made."""
     document = read_model_json(EngineConfig(model=str(checkpoint)), option)
     architecture = (document.get("architectures") or ["none"])[0]
     if architecture not in SUPPORTED:
@@ -57,14 +57,14 @@ def check_architecture(checkpoint: Path, option: str) -> dict[str, Any]:
     return document
 
 
-def check_same_words(target: Path, drafter: Path) -> None:
-    """Raise ConfigError where the two checkpoints' token ids may mean different things."""
+def check_same_tokens_of(target: Path, drafter: Path) -> None:
+    """Raises ConfigError if the token ids of the two checkpoints may mean different tokens."""
     of_target, of_drafter = (read_model_json(EngineConfig(model=str(path)), "model") for path in (target, drafter))
     check_vocabularies(of_target, of_drafter, (read_vocabulary(str(target)), read_vocabulary(str(drafter))))
 
 
 def device_and_dtype(device: str, dtype: str) -> tuple[str, torch.dtype]:
-    """What the command line names; auto: a GPU where there is one, and the type that the device is fastest with."""
+    """Returns device and type of the command line. auto: a GPU if there is one, and the fastest type of the device."""
     import torch
 
     from outrider.actors.learning.train import fastest_dtype
@@ -75,7 +75,7 @@ def device_and_dtype(device: str, dtype: str) -> tuple[str, torch.dtype]:
 
 
 def engine(checkpoint: Path, document: dict[str, Any], dtype: torch.dtype, device: str, max_model_len: int) -> Engine:
-    """What generates the target's text. document: its config.json."""
+    """Returns the engine that generates the target's texts. document: its config.json."""
     ends, top = ends_of(checkpoint), min(TOP, int(document["vocab_size"]))
     named = str(dtype).removeprefix("torch.")
     return Engine(str(checkpoint), document, named, device, max_model_len, top, tuple(sorted(ends)))
@@ -94,8 +94,11 @@ def ends_of(checkpoint: Path) -> set[int]:
 
 
 def draft_vocabulary(texts: Sequence[Text], size: int, vocab_size: int, always: set[int]) -> torch.Tensor:
-    """Returns the tokens that the target gives most probability to in these texts, ascending, int64 [size]. always: ids
-    that are among them whatever the texts say."""
+    """Returns the ids with the highest total probability in the target's texts, ascending, int64 [size].
+
+    Args:
+        always: Ids that are included in any case.
+    """
     import torch
 
     expected = torch.zeros(vocab_size, dtype=torch.float64)
@@ -103,15 +106,15 @@ def draft_vocabulary(texts: Sequence[Text], size: int, vocab_size: int, always: 
         likely = torch.from_numpy(text.top_log_p).flatten().double().exp()
         expected.index_add_(0, torch.from_numpy(text.top_ids).long().flatten(), likely)
     expected[sorted(always)] = torch.inf
-    # Ties by id: a stable order is the same on every machine.
+    # A stable sort breaks ties by id, as on every machine.
     return expected.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def choose_layers(total: int, count: int) -> list[int]:
-    """Which of the target's layers the drafter starts from: the first, the last, and others evenly between them.
+    """Returns the layers of the target that a drafter starts from: the first, the last, and others evenly between.
 
-    Those in the middle change the residual stream least, so any of them stands for its neighbours (as in DistilBERT,
-    Sanh et al., 1910.01108, which takes every other). A single one is the first.
+    Layers in the middle change the residual stream least, so each can stand for its neighbours, as in DistilBERT (Sanh
+    et al., 1910.01108), which takes every other. A single one is the first. Raises ConfigError.
     """
     if not 1 <= count < total:
         raise ConfigError(f"--layers: {count} is not in 1 to {total - 1}; the target has {total} layers")
@@ -121,7 +124,7 @@ def choose_layers(total: int, count: int) -> list[int]:
 
 
 def config_of_layers(document: dict[str, Any], layers: list[int]) -> dict[str, Any]:
-    """config.json of a model of these layers."""
+    """Returns the config.json of a model with these layers."""
     changed = {**document, "num_hidden_layers": len(layers)}
     if document.get("layer_types"):
         changed["layer_types"] = [document["layer_types"][index] for index in layers]
@@ -135,7 +138,7 @@ def load_tokenizer(checkpoint: Path) -> Any:
 
 
 def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """A model of these layers of the target's, float32, with copies of its embeddings, last norm and head."""
+    """Returns a float32 model of these layers, with copies of the target's embeddings, last norm and head."""
     from transformers import AutoModelForCausalLM
 
     config = type(target.config).from_dict(config_of_layers(target.config.to_dict(), layers))
@@ -152,7 +155,7 @@ def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
 
 
 def same_embeddings(target: Path, drafter: Path) -> bool:
-    """Whether a drafter's embeddings and head are the target's, tensor for tensor."""
+    """Returns whether a drafter's embeddings and head equal the target's."""
     import torch
 
     theirs = {name: tensor for name, tensor in tensors_of(target) if name in (EMBEDDING, HEAD)}

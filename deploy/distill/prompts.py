@@ -1,6 +1,6 @@
-"""Prompts to answer: .jsonl, gzipped or not, a ``prompt`` or ``messages`` a line.
+"""Reads prompts from .jsonl, gzipped or not, with a ``prompt`` or ``messages`` in each line.
 
-A bad line is an error that names file and line: training on half of what was meant is noticed by nobody.
+A bad line is an error that names file and line, since training on fewer prompts would go unnoticed.
 """
 
 from __future__ import annotations
@@ -19,31 +19,35 @@ from outrider.cluster.config import ConfigError
 
 @dataclass(frozen=True)
 class Prompt:
+    """Holds one prompt."""
+
     where: str
     """File and line, for errors."""
 
     messages: tuple[tuple[str, str], ...]
-    """(role, content) of a chat; () for a text that is to be continued."""
+    """(role, content) of a chat; empty for a text to continue."""
 
     text: str = ""
 
     @property
     def digest(self) -> str:
-        """The same for the same prompt, wherever it stands."""
+        """Digest of the prompt's content."""
         return hashlib.sha256(json.dumps([self.messages, self.text]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class PromptFile:
+    """Holds the prompts of a file."""
+
     path: Path
     sha256: str
-    """Of what it holds, unzipped."""
+    """Digest of the unzipped content."""
 
     prompts: tuple[Prompt, ...]
 
 
 def read_prompts(path: Path, option: str = "--data") -> PromptFile:
-    """Read a file of prompts. Raises ConfigError, naming file and line."""
+    """Returns the prompts of a file. Raises ConfigError naming file and line."""
     if ".jsonl" not in path.suffixes:
         raise ConfigError(f"{option}: {path} is no .jsonl; give an object with prompt or messages a line")
     try:
@@ -76,16 +80,18 @@ def _prompt(line: str, where: str, option: str) -> Prompt:
 
 
 def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
-    """``count`` of them, evenly over the file; all where there are fewer, or count is None."""
+    """Returns count prompts, evenly spread; all if there are fewer, or if count is None."""
     if count is None or count >= len(prompts):
         return list(prompts)
     return [prompts[position * len(prompts) // count] for position in range(count)]
 
 
 def tokens_of(prompts: Sequence[Prompt], tokenizer: Any, room: int, chat: bool, option: str) -> list[list[int]]:
-    """Token ids of every prompt.
+    """Returns the token ids of each prompt. Raises ConfigError for one that is too long.
 
-    chat: a prompt without messages is one user's message. room: tokens that a prompt may have. Raises ConfigError.
+    Args:
+        chat: Treats a prompt without messages as a user's message.
+        room: Greatest number of tokens in a prompt.
     """
     tokens = [_tokens_of(prompt, tokenizer, chat, option) for prompt in prompts]
     if wrong := next(((p, len(ids)) for p, ids in zip(prompts, tokens, strict=True) if not 0 < len(ids) <= room), None):

@@ -1,8 +1,8 @@
-"""Acceptance of rounds of K drafts along texts that the target wrote itself.
+"""Computes the acceptance of rounds of K drafts along texts that the target generated.
 
-Such a text is what speculative decoding would have committed, so rounds are walked along it exactly: each of its tokens
-was an accepted draft, the token after a rejection, or the bonus token of a round. A forward pass over the text tells
-what a greedy drafter proposes at each token.
+Speculative decoding would have committed the same text, so the rounds are exact: each token is an accepted draft, the
+token after a rejection, or the bonus token of a round. One forward pass over the text gives a greedy drafter's proposal
+at each token.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ if TYPE_CHECKING:
 
 
 class Tally:
-    """Counts over texts, of rounds of k drafts."""
+    """Counts rounds of k drafts over texts."""
 
     def __init__(self, k: int) -> None:
         self.k = k
         self.rounds = 0
         self.reached, self.accepted = [0] * k, [0] * k
-        """By position: rounds in which a draft there was decided on, all before it being accepted; and was accepted."""
+        """By position: rounds in which all drafts before it were accepted, and in which it was accepted too."""
 
     def add(self, matches: Sequence[bool]) -> None:
-        """Walks along a text. matches: whether the draft is the token, at each of the answer but the first, which comes
-        with the prompt. Rounds for which the rest of the text is too short are not counted."""
+        """Counts the rounds of one text, without those that its end would cut short.
+
+        Args:
+            matches: Whether the draft equals the token, at each token of the answer but the first.
+        """
         start = 0
         while start + self.k <= len(matches):
             kept = 0
@@ -43,27 +46,29 @@ class Tally:
 
     @property
     def by_position(self) -> list[float | None]:
-        """Accepted of those that were decided on; None where none was."""
+        """Share of accepted drafts by position; None where none was reached."""
         return [a / r if r else None for a, r in zip(self.accepted, self.reached, strict=True)]
 
     @property
     def tokens_per_round(self) -> float:
-        """Accepted drafts and the target's own token."""
+        """Mean number of accepted drafts, plus one for the target's own token."""
         return 1.0 + (sum(self.accepted) / self.rounds if self.rounds else 0.0)
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts of those proposed, as vLLM counts it; those after a rejection count as not accepted."""
+        """Accepted / proposed drafts, as vLLM counts them."""
         return (self.tokens_per_round - 1.0) / self.k
 
 
 @dataclass(frozen=True)
 class Measured:
+    """Holds the acceptance of a drafter."""
+
     tallies: list[Tally]
-    """For 1 to K drafts a round."""
+    """Counts for 1 to K drafts a round."""
 
     overlap: float
-    """Mean probability that a draft drawn at temperature 1 is accepted, at every token alike."""
+    """Mean probability over all tokens that a draft drawn at temperature 1 is accepted."""
 
     tokens: int
 

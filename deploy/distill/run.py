@@ -1,6 +1,6 @@
-"""`outrider distill`, from prompts to a drafter that loads: text, training, the stored form, the assembled checkpoint.
+"""Runs ``outrider distill``: generates texts, trains a drafter on them, stores and assembles it.
 
-Everything is in one directory: ``run.json`` (what decides the outcome; a resumed run must agree), ``texts``,
+All files are in one directory: ``run.json`` (the settings, in which a resumed run must agree), ``texts``,
 ``checkpoints``, and at the end ``progress.jsonl``, ``drafter`` (stored) and ``model`` (assembled).
 """
 
@@ -38,17 +38,19 @@ if TYPE_CHECKING:
 
 SAVE_EVERY_S = 60.0
 EVALUATIONS = 16
-"""In a whole training, besides the first and the last."""
+"""Number of evaluations during a whole training."""
 
 EVAL_K = 3
 WARM_UP = 0.05
-"""Share of the training in which the rate rises."""
+"""Share of the training in which the learning rate rises."""
 
 _TENSORS, _OPTIMIZER = "trained.safetensors", "optimizer.pt"
 
 
 @dataclass(frozen=True)
 class Settings:
+    """Holds the settings of a run, as on the command line."""
+
     target: str
     data: tuple[Path, ...]
     out: Path
@@ -69,14 +71,14 @@ class Settings:
 
 
 def distill(settings: Settings, progress: Progress) -> Path:
-    """Returns the assembled checkpoint's directory. Raises ConfigError."""
+    """Trains a drafter and returns the directory of the assembled checkpoint. Raises ConfigError."""
     settings.out.mkdir(parents=True, exist_ok=True)
     return _Run(settings, progress).run()
 
 
 class _Run:
     def __init__(self, settings: Settings, progress: Progress) -> None:
-        """Reads and checks everything that can be wrong before a model is loaded."""
+        """Reads the inputs and checks them before a model is loaded. Raises ConfigError."""
         self._settings, self._progress = settings, progress
         self._files = [read_prompts(path) for path in settings.data]
         prompts = [prompt for file in self._files for prompt in file.prompts]
@@ -91,7 +93,7 @@ class _Run:
             self._config = models.config_of_layers(document, self._layers)
         else:
             self._config = models.check_architecture(self._start, "--from")
-            models.check_same_words(self._target, self._start)
+            models.check_same_tokens_of(self._target, self._start)
         room = settings.seq_len - settings.answer_tokens
         self._tokens = tokens_of(prompts, models.load_tokenizer(self._target), room, settings.chat, "--data")
         self._held_out = held_out([prompt.digest for prompt in prompts])
@@ -134,7 +136,7 @@ class _Run:
         return self._finish(trainer, len(held), rows)
 
     def _agree(self) -> None:
-        """Raise ConfigError where the directory is of a run with other settings. Files are known by what they hold."""
+        """Raises ConfigError if the directory holds a run with other settings. Files are compared by content."""
         decisive = {
             **asdict(self._settings),
             "target": self._reference.weights_sha256,
@@ -154,7 +156,7 @@ class _Run:
             work.write_text(json.dumps(decisive, indent=1) + "\n")
 
     def _texts(self, engine: Engine) -> tuple[list[Text], list[Text]]:
-        """Those to train on, and those that acceptance is measured on."""
+        """Returns the texts to train on, and the held-out ones."""
         settings, store = self._settings, TextStore(self._settings.out / "texts")
         jobs = plan(len(self._tokens), self._held_out, settings.samples, TOGETHER, settings.seed)
         if missing := [job for job in jobs if not store.has(job)]:
@@ -171,7 +173,7 @@ class _Run:
     def _train(
         self, trainer: Trainer, train: list[Text], held: list[Text], rows: list[dict[str, Any]], step: int
     ) -> list[dict[str, Any]]:
-        """From that step to the last. rows: of the evaluations before, to which those to come are added."""
+        """Trains from a step to the last. Returns the rows of all evaluations, after the given ones."""
         steps, losses, saved_at = self._settings.steps, [], time.monotonic()
         if not rows:
             rows = [self._row(step, [], measured(trainer, held, EVAL_K))]
@@ -205,7 +207,7 @@ class _Run:
         }
 
     def _save(self, trainer: Trainer, rows: list[dict[str, Any]], step: int) -> None:
-        """Write a checkpoint, whole or not at all, and keep the one before it."""
+        """Writes a checkpoint, whole or not at all, and keeps the one before it."""
         import torch
         from safetensors.torch import save_file
 
@@ -249,7 +251,7 @@ class _Run:
 
 
 def rate_at(done: float) -> float:
-    """Share of the learning rate when that share of the training is done: up, then down as a cosine, to a twentieth."""
+    """Returns the factor of the learning rate at a share of the training: a linear rise, then a cosine down to 0.05."""
     if done < WARM_UP:
         return max(done / WARM_UP, 0.02)
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min((done - WARM_UP) / (1 - WARM_UP), 1.0)))

@@ -1,9 +1,8 @@
-"""A drafter as it is kept: what was trained, and a reference to the target for the rest.
+"""Stores a drafter as its trained tensors and a reference to its target, and assembles both to a checkpoint.
 
-``drafter.safetensors`` holds the trained tensors, matrices in 8 bits where that was asked for; ``drafter.json`` the
-drafter's config.json, digests of the target's tensors and vocabulary, and how it was made. `assemble` puts both
-together to a checkpoint that vLLM, and so our drafter actor, loads as any other. A drafter of another target is refused
-by its digest: it would load, and draft what nobody accepts.
+``drafter.safetensors`` holds the trained tensors, with matrices in 8 bits if asked for. ``drafter.json`` holds the
+drafter's config.json, digests of the target's tensors and vocabulary, and the settings of the training. vLLM loads the
+assembled checkpoint as any other. Another target is refused by its digests: none of the drafts would be accepted.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-"""What an assembled drafter has from the target as it is."""
+"""Files that an assembled drafter takes over from the target."""
 
 _SCALE = ".scale"
-"""Of a matrix in 8 bits, beside it under its name: float32 [rows]. A value is its row's scale x the int8."""
+"""Suffix of the float32 [rows] tensor with the scales of an 8-bit matrix. A value is its row's scale x the int8."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """drafter.json."""
+    """Holds the content of drafter.json."""
 
     target: Reference
     config: dict[str, Any]
     borrowed: list[str]
-    """Names of the tensors that it takes over from the target."""
+    """Names of the tensors that the drafter takes over from the target."""
 
     tensors_sha256: str
-    """Of drafter.safetensors, the file."""
+    """Digest of the file drafter.safetensors."""
 
     made: dict[str, Any]
     draft_vocabulary: list[int] | None = None
-    """Ids by draft rank where it was trained on a part of the vocabulary: the n-th is the n-th id that it drafts."""
+    """Ids of the part of the vocabulary that the drafter was trained on, in the order of its outputs."""
 
 
 def store(
@@ -66,8 +65,13 @@ def store(
     draft_vocabulary: Sequence[int] | None = None,
     bits: int = 16,
 ) -> None:
-    """Write a stored drafter. checkpoint: the target's. trained: float32, all that the drafter does not have from the
-    target; it is kept in the target's type, matrices as int8 if bits is 8."""
+    """Writes a stored drafter.
+
+    Args:
+        checkpoint: The target's directory.
+        trained: All tensors that the drafter does not take from the target, float32. They are stored in the target's
+            type, matrices as int8 if bits is 8.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -89,7 +93,7 @@ def store(
 
 
 def read(stored: Path) -> Description:
-    """Raises ConfigError."""
+    """Returns the description of a stored drafter. Raises ConfigError."""
     try:
         document = json.loads((stored / DESCRIPTION).read_text())
         if document.pop("format", None) != FORMAT:
@@ -101,10 +105,13 @@ def read(stored: Path) -> Description:
 
 
 def assemble(stored: Path, target: Path, out: Path, found: Reference | None = None) -> None:
-    """Write the whole checkpoint to ``out``, in place of one that was assembled there before.
+    """Writes the whole checkpoint to a directory, in place of one that was assembled there before.
 
-    found: the target's reference where the caller has it. Raises ConfigError: another target, a damaged file, something
-    else in ``out``.
+    Args:
+        found: The target's reference, if the caller has it.
+
+    Raises:
+        ConfigError: The target is another one, a file is damaged, or the directory holds something else.
     """
     from safetensors.torch import load_file, save_file
 
@@ -139,7 +146,7 @@ def assemble(stored: Path, target: Path, out: Path, found: Reference | None = No
 
 
 def _packed(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, bits: int) -> dict[str, torch.Tensor]:
-    """If bits is 8, matrices as int8, to the nearest, each row by its largest value; all else in dtype."""
+    """Returns tensors for storage: matrices as int8 with a scale for each row if bits is 8, all others in dtype."""
     import torch
 
     packed = {}

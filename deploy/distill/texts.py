@@ -1,9 +1,8 @@
-"""Answers of the target's own, with its likeliest tokens at each position, kept on disk batch by batch.
+"""Generates answers of the target, with its likeliest tokens at each position, and keeps them on disk in batches.
 
-A drafter is to agree with what this target says, not with what somebody else wrote: it is trained on texts that the
-target generates (as DistillSpec and online speculative decoding do). A batch is one file, written whole or not at all,
-so a run that is interrupted goes on with the next batch. A prompt's first answer is greedy, others are drawn at
-temperature 1. Of some prompts no answer is trained on: acceptance is measured on theirs.
+A drafter is trained on texts that its target generates, as in DistillSpec and online speculative decoding. A batch is
+one file, written whole or not at all, so that an interrupted run goes on with the next batch. The first answer to a
+prompt is greedy, others are drawn at temperature 1. Some prompts are held out, and acceptance is measured on them.
 """
 
 from __future__ import annotations
@@ -25,31 +24,29 @@ HELD_OUT_SHARE = 0.05
 HELD_OUT_MOST = 64
 
 DRAWN = 8
-"""Times as many texts as a batch has, to choose it from."""
+"""A batch is chosen from this many times as many texts."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One batch of prompts that are answered together."""
+    """Describes a batch of prompts that are answered together."""
 
     number: int
     sample: int
     prompts: tuple[int, ...]
     held_out: bool = False
-    """No answer of theirs is trained on."""
+    """Whether its answers are not trained on."""
 
 
 def held_out(digests: Sequence[str]) -> set[int]:
-    """Which prompts are not trained on: by their content alone, so that it is the same whatever is beside them. Of
-    equal prompts all or none are."""
+    """Returns the indices of prompts that are held out. The choice depends on the prompts' contents alone."""
     order = sorted(set(digests), key=lambda digest: hashlib.sha256(f"held out {digest}".encode()).digest())
     chosen = order[: min(max(2, round(len(order) * HELD_OUT_SHARE)), HELD_OUT_MOST)]
     return {index for index, digest in enumerate(digests) if digest in chosen}
 
 
 def plan(num_prompts: int, kept_out: set[int], samples: int, batch_size: int, seed: int) -> list[Job]:
-    """What to generate, in this order: greedy answers of the held-out prompts, then of the others, shuffled, as often
-    as asked for."""
+    """Returns the batches to generate: greedy answers of held-out prompts, then all samples of the others, shuffled."""
     others = [index for index in range(num_prompts) if index not in kept_out]
     jobs: list[Job] = []
     every = [(0, True, sorted(kept_out)), *((sample, False, others) for sample in range(samples))]
@@ -62,6 +59,8 @@ def plan(num_prompts: int, kept_out: set[int], samples: int, batch_size: int, se
 
 
 class TextStore:
+    """Keeps batches of texts in a directory."""
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -93,7 +92,7 @@ class TextStore:
 def answered(
     engine: Engine, jobs: Sequence[Job], prompts: Sequence[list[int]], max_tokens: int, seed: int
 ) -> Iterator[tuple[Job, list[Text]]]:
-    """The target's answers, batch by batch. prompts: tokens of all of them."""
+    """Yields the target's answers by batch. prompts: token ids of all prompts."""
     with OfflineAnswers(engine) as generator:
         for job in tqdm(jobs, "generating text", unit="batch"):
             asked = [prompts[index] for index in job.prompts]
@@ -102,7 +101,7 @@ def answered(
 
 
 def texts_of(job: Job, prompts: Sequence[list[int]], answers: Sequence[Answer]) -> list[Text]:
-    """prompts: of the job."""
+    """Returns the texts of a batch. prompts: token ids of its prompts."""
     texts = []
     for index, prompt, answer in zip(job.prompts, prompts, answers, strict=True):
         ids, top_ids = np.array(prompt + answer.token_ids, np.int32), answer.top_ids.astype(np.int32)
@@ -111,7 +110,7 @@ def texts_of(job: Job, prompts: Sequence[list[int]], answers: Sequence[Answer]) 
 
 
 def alike(texts: Sequence[Text], size: int, chance: random.Random) -> list[Text]:
-    """Draws so many of the texts, of nearly one length, so that little of a batch is padding; any is as likely."""
+    """Draws texts of nearly the same length, so that a batch has little padding. Each text is equally likely."""
     size = min(size, len(texts))
     drawn = chance.sample(texts, min(DRAWN, len(texts) // size) * size)
     start = chance.randrange(len(drawn) // size) * size

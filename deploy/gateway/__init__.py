@@ -1,7 +1,7 @@
-"""HAProxy in front of Serve's HTTP and gRPC proxies, with the configuration of ``serving.gateway``.
+"""Runs HAProxy in front of Serve's HTTP and gRPC proxies, with the configuration of ``serving.gateway``.
 
-HAProxy comes with ray[serve]. Keys, certificates and authorities are replaced by its stats socket, in the running
-process, so a change ends no stream.
+HAProxy comes with ray[serve]. Keys, certificates and authorities are replaced in the running process, by its stats
+socket, so a change ends no stream.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from outrider.deploy.gateway.files import CERTIFICATE, FIELD, contents, render
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""How often the files are looked at for a change."""
+"""Period in which the files are checked for changes."""
 
 STARTS_WITHIN_S = 10.0
 PORTS = ("http_port", "grpc_port", "admin_port")
 
 _LINES_AT_ONCE = 100
-"""Of the keys' map: a command must fit into a buffer of HAProxy."""
+"""Lines of the keys' map in one command, which must fit into a buffer of HAProxy."""
 
 _EXEC = """
 import ctypes, os, sys
@@ -45,18 +45,18 @@ ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGTERM, 0, 0, 0)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
-"""Become HAProxy, which Linux ends with the thread that started it. A function between fork and exec would do so too,
-but gRPC, whose threads run here, must not be forked."""
+"""Replaces itself with HAProxy, which Linux ends with the thread that started it. A preexec function would fork this
+process, which gRPC's threads do not allow."""
 
 
 class Gateway:
-    """One HAProxy process. ``start`` must be called by a thread that lives as long as it: Linux ends HAProxy with it.
+    """Runs one HAProxy process. Linux ends it with the thread that calls ``start``.
 
     Args:
-        token: what the ingress knows the gateway by; letters, digits, ``-`` and ``_``.
-        http_backend: host and port of Serve's HTTP proxy.
-        grpc_backend: of its gRPC proxy.
-        drain_s: how long ``drain`` lets running answers go on, unless it is told otherwise.
+        token: Secret by which the ingress recognises the gateway; letters, digits, ``-`` and ``_``.
+        http_backend: Host and port of Serve's HTTP proxy.
+        grpc_backend: Host and port of Serve's gRPC proxy.
+        drain_s: Default limit of ``drain``.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Gateway:
         self._reloading = threading.Lock()
         self.http_port = self.grpc_port = 0
         self.admin_port: int | None = None
-        """Where it listens, from ``start`` on."""
+        """Port of the admin listener, set by ``start`` like the two others."""
 
     def start(self) -> None:
-        """Listen and forward from now on. Raises ConfigError naming the field that HAProxy cannot work with."""
+        """Starts to listen and forward. Raises ConfigError naming the field that HAProxy does not accept."""
         directory = self._directory = Path(tempfile.mkdtemp(prefix="outrider-gateway-"))  # mode 0700
         listeners: dict[str, socket.socket] = {}
         seen = self._signatures()
@@ -98,7 +98,7 @@ class Gateway:
             path = directory / "haproxy.cfg"
             path.write_text(render(self._config, directory, self._backends, binds))
             self._run(path, [listener.fileno() for listener in listeners.values()])
-            (directory / "server.pem").unlink(missing_ok=True)  # HAProxy has read it: leave no copy of the private key
+            (directory / "server.pem").unlink(missing_ok=True)  # HAProxy has read the private key
         except BaseException:
             self.stop()
             raise
@@ -113,12 +113,12 @@ class Gateway:
         return self._process is not None and self._process.poll() is None
 
     def output(self) -> str:
-        """The end of what HAProxy wrote, which says why it ended."""
+        """Returns the end of HAProxy's output, which says why it ended."""
         log = None if self._directory is None else self._directory / "log"
         return "" if log is None or not log.exists() else log.read_text(errors="replace")[-4000:].strip()
 
     def reload(self) -> None:
-        """Take what is in the certificates' and keys' files now. Raises ConfigError; what was in use stays then."""
+        """Applies the current certificates and keys. Raises ConfigError and keeps the former ones if they are wrong."""
         with self._reloading:
             assert self._directory is not None
             for name, content in contents(self._config, self._directory).items():
@@ -128,22 +128,23 @@ class Gateway:
                     logger.info("gateway: took the new %s", name)
 
     def drain(self, limit_s: float | None = None) -> bool:
-        """Refuse new connections, wait for running answers, and end. Returns whether none was cut.
+        """Refuses new connections, waits for running requests, and ends. Returns whether all were finished.
 
-        limit_s: after as many seconds what still runs is cut. None: ``drain_s``.
+        Args:
+            limit_s: Seconds after which running requests are cut. Default: ``drain_s``.
         """
         self._end_watcher()
         drained = True
         if self._process is not None and self.alive():
             with suppress(OSError):
-                self._command("shutdown sessions server grpc_watch/serve")  # these would never end by themselves
+                self._command("shutdown sessions server grpc_watch/serve")  # health watches never end by themselves
             self._process.send_signal(signal.SIGUSR1)
             drained = self._ends_within(self._process, self._drain_s if limit_s is None else limit_s)
         self.stop()
         return drained
 
     def stop(self) -> None:
-        """End at once."""
+        """Ends HAProxy at once."""
         self._end_watcher()
         if self._process is not None:
             self._process.terminate()
@@ -189,7 +190,7 @@ class Gateway:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for us: we drain it
+                start_new_session=True,  # Ctrl-C must not reach it: it is drained first
             )
         limit = time.monotonic() + STARTS_WITHIN_S
         while not self._answers():
@@ -211,7 +212,7 @@ class Gateway:
             seen = now
 
     def _signatures(self) -> list[tuple[int, ...] | None]:
-        """What tells of each file that may change while it runs whether it has."""
+        """Returns a signature of each file that may change while the gateway runs."""
         tls, found = self._config.tls, list[tuple[int, ...] | None]()
         for name in (self._config.keys_file, *((tls.certificate, tls.key, tls.client_ca) if tls is not None else ())):
             if name is not None:
@@ -244,7 +245,7 @@ class Gateway:
             raise ConfigError(f"{FIELD}.tls: HAProxy refuses {name}: {said}")
 
     def _command(self, text: str) -> str:
-        """What HAProxy answers."""
+        """Returns HAProxy's answer to a command on its stats socket."""
         assert self._directory is not None
         with socket.socket(socket.AF_UNIX) as admin:
             admin.settimeout(5.0)
@@ -262,7 +263,7 @@ class Gateway:
 
 
 def _explain(output: str) -> str:
-    """What HAProxy found, with the field that it comes from."""
+    """Returns HAProxy's first alert under the field that causes it."""
     found = [line for line in output.splitlines() if "[ALERT]" in line] or [output]
     fields = {"clients.pem": ".tls.client_ca", "server.pem": ".tls.certificate", "keys.map": ".keys_file"}
     field = next((field for name, field in fields.items() if name in found[0]), "")

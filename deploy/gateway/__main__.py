@@ -1,4 +1,4 @@
-"""``python -m outrider.deploy.gateway CONFIG``: the gateway of one node of a cluster, until SIGTERM.
+"""Runs the gateway of one node of a cluster until SIGTERM: ``python -m outrider.deploy.gateway CONFIG``.
 
 Serve's proxies of the node must listen on ``serving.http_port`` and ``serving.grpc_port`` of 127.0.0.1.
 """

@@ -1,4 +1,4 @@
-"""What HAProxy is given: its configuration, certificates and a map of keys, made from ``serving.gateway``."""
+"""Renders HAProxy's configuration, certificates and map of keys from ``serving.gateway``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NEVER = 253402300800
 """First second of the year 10000."""
 
 _CLIENT_TIMEOUT_S = 60.0
-"""At most, for a TLS handshake, and for a client that reads nothing of what waits for it."""
+"""Longest TLS handshake, and longest time that a client reads nothing of a response that waits for it."""
 
 _MAX_CONNECTIONS = 8192
 
 
 def contents(config: GatewayConfig, directory: Path) -> dict[str, bytes]:
-    """File in the directory -> what is to be in it. Raises ConfigError."""
+    """Returns the content of each file in the directory, by name. Raises ConfigError."""
     found: dict[str, bytes] = {}
     if (tls := config.tls) is not None:
         certificate = _read(f"{FIELD}.tls.certificate", tls.certificate)
@@ -43,7 +43,7 @@ def contents(config: GatewayConfig, directory: Path) -> dict[str, bytes]:
 
 
 def render(config: GatewayConfig, directory: Path, backends: dict[str, str], binds: dict[str, str]) -> str:
-    """HAProxy's configuration. directory: where its socket, certificates and map of keys are."""
+    """Returns HAProxy's configuration. directory: of its socket, certificates and map of keys."""
     tls = ""
     if config.tls is not None:
         tls = f"ssl crt {directory}/server.pem"
@@ -89,10 +89,10 @@ def _read(field: str, path: str) -> bytes:
 
 
 def _check_pair(path: Path, pem: bytes) -> None:
-    """Raises ConfigError. HAProxy drops established connections when it is given a pair that does not match."""
+    """Raises ConfigError unless key and certificate match. HAProxy would drop connections on a wrong pair."""
     path.write_bytes(pem)
     try:
-        # Never ask a terminal for a passphrase.
+        # The password callback keeps OpenSSL from asking a terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(path, password=lambda: b"")
     except (ssl.SSLError, ValueError) as error:
         why = getattr(error, "reason", None) or str(error)
@@ -112,5 +112,5 @@ def _check_authorities(pem: bytes) -> None:
 
 
 def _without_blank_lines(pem: bytes) -> bytes:
-    """An empty line ends a command of the stats socket."""
+    """Removes blank lines, since an empty line ends a command of the stats socket."""
     return b"\n".join(line for line in pem.splitlines() if line.strip()) + b"\n"

@@ -1,6 +1,6 @@
-"""Checks what a checkpoint's own files say against a configuration, before anything is started.
+"""Checks a configuration against the files of its checkpoints, before anything is started.
 
-What vLLM refuses itself is left to it, but for what an operator gets wrong most often: ranks and lengths.
+Of what vLLM checks itself it repeats the most frequent mistakes only: ranks and lengths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.deploy.models.fetch import FetchError, fetch_from_hub
 from outrider.deploy.models.identity import check_made_for
 
 ModelJson = Mapping[str, Any]
-"""A decoded config.json."""
+"""Type of a decoded config.json."""
 
 _AGAIN = "fetch the model again"
 
@@ -28,8 +28,7 @@ _AGAIN = "fetch the model again"
 def check_models(config: OutriderConfig) -> None:
     """Checks every checkpoint of ``config`` against it. Raises ConfigError naming the field and the fix.
 
-    A hub id's config.json is downloaded. Co-located drafters are vLLM's to check, but for one that was trained for
-    another target.
+    The config.json of a hub id is downloaded. vLLM checks co-located drafters, but not which target they were made for.
     """
     target = read_model_json(config.target, "target")
     _check_sizes(target, config.target, "target")
@@ -41,7 +40,7 @@ def check_models(config: OutriderConfig) -> None:
     _check_sizes(drafter, config.drafter, "drafter")
     if num_common_tokens(config) is None:
         tokens = [read_vocabulary(each.model) for each in (config.target, config.drafter)]
-        if vocab_size(target) != vocab_size(drafter):  # a hub id's tokenizer alone can say why
+        if vocab_size(target) != vocab_size(drafter):  # only the tokenizers of hub ids can tell why
             sides = ((config.target, "target"), (config.drafter, "drafter"))
             tokens = [read_vocabulary(str(_file(each, part, "tokenizer.json").parent)) for each, part in sides]
         check_vocabularies(target, drafter, (tokens[0], tokens[1]))
@@ -50,9 +49,9 @@ def check_models(config: OutriderConfig) -> None:
 
 
 def check_files(section: str, directory: Path, *, has_weights: bool = True) -> None:
-    """Raises ConfigError unless a checkpoint's weights are all there, and its target's tokenizer.
+    """Raises ConfigError unless all weights of a checkpoint, and a target's tokenizer, are there.
 
-    A file must be as long as its own header says: a download that broke off is not.
+    A file must be as long as its header says, which an interrupted download is not.
     """
     if section == "target" and not any(directory.glob("token*")) and not (directory / "vocab.json").is_file():
         raise ConfigError(
@@ -78,7 +77,7 @@ def check_files(section: str, directory: Path, *, has_weights: bool = True) -> N
 
 
 def text_model(document: ModelJson) -> ModelJson:
-    """Returns the language model's part of a config.json; multimodal checkpoints nest it."""
+    """Returns the part of a config.json that describes the language model; multimodal checkpoints nest it."""
     nested = document.get("text_config")
     return nested if isinstance(nested, dict) else document
 
@@ -86,7 +85,7 @@ def text_model(document: ModelJson) -> ModelJson:
 def check_tensor_parallel(document: ModelJson, tensor_parallel_size: int, section: str) -> None:
     """Raises ConfigError unless attention and feed-forward layers split evenly over the ranks.
 
-    Fewer key-value heads than ranks are fine where they divide the ranks: each rank then keeps a copy of one.
+    Fewer key-value heads than ranks are allowed if they divide the ranks: each rank then keeps a copy of one.
     """
     model, ranks = text_model(document), tensor_parallel_size
     for field, what in (
@@ -106,7 +105,7 @@ def check_tensor_parallel(document: ModelJson, tensor_parallel_size: int, sectio
 def _check_sizes(document: ModelJson, engine: EngineConfig, section: str) -> None:
     check_tensor_parallel(document, engine.tensor_parallel_size, section)
     if "hf_overrides" in engine.engine_args:
-        return  # vLLM checks what they come to
+        return  # vLLM checks the result of the overrides
     model = text_model(document)
     limit = model.get("max_position_embeddings")
     scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
@@ -118,18 +117,20 @@ def _check_sizes(document: ModelJson, engine: EngineConfig, section: str) -> Non
 
 
 def vocab_size(document: ModelJson) -> Any:
-    """Returns the rows of the embeddings, padding included, as config.json says."""
+    """Returns the rows of the embeddings by config.json, padding included."""
     return text_model(document).get("vocab_size")
 
 
 def check_vocabularies(
     target: ModelJson, drafter: ModelJson, tokens: tuple[Mapping[str, int] | None, Mapping[str, int] | None]
 ) -> None:
-    """Raises ConfigError when the two models' token ids may mean different things.
+    """Raises ConfigError if the token ids of the two models may mean different tokens.
 
-    tokens: the target's and the drafter's vocabularies, entry -> id; None where there is none to read. Sizes need not
-    agree, for models of one family are padded differently, and no more is drafted than both have. But where they
-    differ only the tokenizers can say that it is padding.
+    Sizes may differ, since models of one family are padded differently, but then both tokenizers are needed to tell
+    that it is padding.
+
+    Args:
+        tokens: Vocabularies of target and drafter, entry -> id; None where there is none.
     """
     if tokens[0] is not None and tokens[1] is not None:
         check_same_tokens(tokens[0], tokens[1])
@@ -142,7 +143,7 @@ def check_vocabularies(
 
 
 def check_same_tokens(target: Mapping[str, int], drafter: Mapping[str, int]) -> None:
-    """Raises ConfigError when a token (vocabulary entry -> id) differs: another tokenizer."""
+    """Raises ConfigError if the id of any token differs, which means another tokenizer."""
     differing = [token for token, index in target.items() if drafter.get(token) != index]
     if differing or len(target) != len(drafter):
         example = f", e.g. {differing[0]!r} is {target[differing[0]]} there" if differing else ""
@@ -155,11 +156,15 @@ def check_same_tokens(target: Mapping[str, int], drafter: Mapping[str, int]) -> 
 def common_tokens(
     target: Mapping[str, int], drafter: Mapping[str, int], added: tuple[Set[int], Set[int]]
 ) -> int | None:
-    """Returns how many of the lowest ids mean the same token on both sides, to draft these only; None: all do.
+    """Returns how many of the lowest ids mean the same token on both sides; only these are drafted. None: all do.
 
-    Checkpoints of one family differ in what was added to its tokenizer later: ``<think>``, or other end tokens. added:
-    the ids of such tokens, the target's and the drafter's. Raises ConfigError where another token differs, or where one
-    of the text's tokens has an id above an added one that differs.
+    Checkpoints of one family differ in tokens that were added later, such as ``<think>`` or end tokens.
+
+    Args:
+        added: Ids of added tokens of target and drafter.
+
+    Raises:
+        ConfigError: Another token differs, or a text token's id is above that of an added one that differs.
     """
     token_of = [{index: token for token, index in tokens.items()} for tokens in (target, drafter)]
     differing = {i for i in token_of[0].keys() | token_of[1].keys() if token_of[0].get(i) != token_of[1].get(i)}
@@ -178,7 +183,7 @@ def common_tokens(
 
 
 def num_common_tokens(config: OutriderConfig) -> int | None:
-    """Returns common_tokens of the pair; None where all tokens agree, or a tokenizer is not here."""
+    """Returns common_tokens of the pair, or None if all agree or a tokenizer is not on this node."""
     if not isinstance(config.drafter, DraftModelConfig):
         return None
     models = config.target.model, config.drafter.model
@@ -191,7 +196,7 @@ def num_common_tokens(config: OutriderConfig) -> int | None:
 
 
 def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
-    """Raises ConfigError when the draft model cannot be trained while it serves."""
+    """Raises ConfigError if the draft model cannot be trained while it serves."""
     assert isinstance(config.drafter, DraftModelConfig)
     learn = config.drafter.learn
     assert learn is not None
@@ -213,7 +218,7 @@ def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
 
 
 def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
-    """Returns config.json of a local checkpoint, or of a hub id, which downloads that one file. Raises ConfigError."""
+    """Returns the config.json of a local checkpoint, or of a hub id by download. Raises ConfigError."""
     path = _file(engine, section, "config.json")
     try:
         document = json.loads(path.read_text())
@@ -225,7 +230,7 @@ def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
 
 
 def _file(engine: EngineConfig, section: str, name: str) -> Path:
-    """Returns where a checkpoint's file is, or would be; a hub id's is downloaded. Raises ConfigError."""
+    """Returns the path of a checkpoint's file; a hub id's is downloaded. Raises ConfigError."""
     if Path(engine.model).is_dir():
         return Path(engine.model) / name
     try:

@@ -1,8 +1,8 @@
-"""Turns a GGUF file into a bfloat16 Hugging Face checkpoint, by transformers' own reader.
+"""Converts a GGUF file to a bfloat16 Hugging Face checkpoint by transformers' own reader.
 
     python -m outrider.deploy.models.convert_gguf FILE.gguf DIRECTORY [--tie-embeddings]
 
-Runs as a process of its own: PyTorch and transformers should not stay in memory beside an engine.
+It runs as a process of its own, so that PyTorch does not stay in memory beside an engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def convert(gguf: Path, out: Path, tie_embeddings: bool) -> None:
-    """Writes the checkpoint to ``out``. tie_embeddings: see ``ModelSource.tie_embeddings``."""
+    """Writes the checkpoint to a directory. tie_embeddings: as in ``ModelSource``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

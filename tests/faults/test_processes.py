@@ -105,8 +105,8 @@ def test_one_is_killed(ngram_pair: Deployment, what: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("what", [PROXY, INGRESS])
 def test_one_is_stopped_for_good(ngram_pair: Deployment, what: str) -> None:
-    """What runs on it stands still until it is given up, and is told so then; another takes its place. Of a controller:
-    tests/integration/test_cli.py; of a target replica and its rank 0: test_lost_replica.py."""
+    """What runs on it stands still until it is given up, and is told so then; another takes its place. Of a target
+    replica and its rank 0: test_lost_replica.py."""
     before = counted(ngram_pair)
     pid = only(ngram_pair, what)
     lost = family(pid)

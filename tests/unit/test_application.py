@@ -80,19 +80,6 @@ def checkpoint(path: Path, vocab: dict[str, int], vocab_size: int = 300) -> str:
     return str(path)
 
 
-def test_tokenizers_are_compared_before_anything_is_deployed(tmp_path: Path) -> None:
-    """The drafter takes a target of any size."""
-    target = checkpoint(tmp_path / "target", {"a": 0})
-    padded, stranger = checkpoint(tmp_path / "padded", {"a": 0}, 340), checkpoint(tmp_path / "stranger", {"a": 1})
-
-    def arguments(drafter: str) -> dict[str, Any]:
-        return {"target": {"model": target}, "drafter": {"method": "draft_model", "model": drafter}}
-
-    assert build(arguments(padded)) is not None
-    with pytest.raises(ConfigError, match=r"drafter\.model: its tokenizer differs"):
-        build(arguments(stranger))
-
-
 def test_checkpoints_of_another_node_are_not_compared_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,16 +120,6 @@ def test_a_replica_that_is_taken_down_may_finish_what_it_has_begun(deployments: 
     assert 0 < config.graceful_shutdown_wait_loop_s <= TAKE_DOWN_S / 5
 
 
-def test_health_is_not_judged_by_one_slow_step(deployments: dict[str, Any]) -> None:
-    assert all(bound._deployment_config.health_check_timeout_s >= 30 for bound in deployments.values())
-
-
-def test_one_fault_while_replicas_are_replaced_is_not_the_end_of_replacing() -> None:
-    """Serve starts nothing any more once so many have failed, or three a replica where that is less."""
-    for name, deployment in bound(pool_of(1)).items():
-        assert deployment._deployment_config.max_constructor_retry_count >= 3, name
-
-
 def test_the_first_failure_ends_a_start_though_serve_tries_again() -> None:
     """By the words that the installed Serve has for it."""
     failed = SimpleNamespace(
@@ -167,15 +144,6 @@ def test_an_application_may_come_before_its_nodes(monkeypatch: pytest.MonkeyPatc
     """A head alone, as KubeRay's operator finds it: Ray waits for what it has no room for."""
     nodes(monkeypatch, CPU=0.0)
     assert build({"target": {"model": checkpoint(tmp_path / "target", {"a": 0})}, "drafter": {"method": "ngram"}})
-
-
-def test_a_replica_is_packed_onto_one_node_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
-    target = built()["Target"]._replica_config
-    assert target.placement_group_strategy == "PACK"
-    assert target.placement_group_bundles == [{"CPU": 2.0}, {"CPU": 1.0}]
-    assert target.ray_actor_options["num_cpus"] == 1, "the rest of its bundle is the ranks'"
-    assert target.placement_group_bundle_label_selector is None
 
 
 def nodes(monkeypatch: pytest.MonkeyPatch, **resources: float) -> None:
@@ -207,16 +175,6 @@ def test_a_deploy_has_the_new_replica_first_where_there_is_room(
     found = built(surge=surge)
     assert found["Target"]._deployment_config.max_surge_percent == (1 if surges else 0)
     assert found["Ingress"]._deployment_config.max_surge_percent == 1, "the front takes no room"
-
-
-@pytest.mark.parametrize(("cpus", "surges"), [(11.0, 0), (12.0, 1)])
-def test_a_deploy_under_autoscaling_needs_room_beyond_the_most_replicas(
-    monkeypatch: pytest.MonkeyPatch, cpus: float, surges: int
-) -> None:
-    """All of them may run when it comes."""
-    nodes(monkeypatch, CPU=cpus)
-    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
-    assert built(autoscaling={"max": 3})["Target"]._deployment_config.max_surge_percent == surges
 
 
 @pytest.mark.parametrize(

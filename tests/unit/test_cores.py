@@ -10,7 +10,7 @@ import pytest
 
 from outrider.cluster import placement as cores_module
 from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
-from outrider.cluster.placement import available_cores, bind_to, plan_cores, preload_libraries, thread_environment
+from outrider.cluster.placement import available_cores, bind_to, plan_cores, thread_environment
 
 
 def config(
@@ -28,17 +28,6 @@ def config(
     if drafter:
         data["drafter"]["cores"] = drafter_cores
     return parse_config(data)
-
-
-@pytest.mark.parametrize("drafter", ["draft_model", "ngram"])
-def test_two_cores_make_one_each(drafter: str) -> None:
-    plan = plan_cores(config(drafter=drafter), [0, 1])
-    assert (plan.target, plan.drafter, plan.warnings) == (((0,),), ((1,),), ())
-
-
-def test_without_a_drafter_the_target_gets_everything() -> None:
-    plan = plan_cores(config(drafter=None), [2, 3, 5])
-    assert (plan.target, plan.drafter) == (((2, 3, 5),), ())
 
 
 def test_an_ngram_drafter_takes_only_the_last_core() -> None:
@@ -81,9 +70,6 @@ def test_explicit_cores_are_kept_and_the_other_side_gets_the_rest() -> None:
     assert (plan.target, plan.drafter) == (((1, 2), (3,)), ((0,),))
     plan = plan_cores(config(target_cores=[[1]], drafter_cores=[[0]]), range(4))
     assert (plan.target, plan.drafter) == (((1,),), ((0,),))
-
-
-def test_explicit_cores_that_leave_none_are_said() -> None:
     plan = plan_cores(config(target_cores=[[0, 1]]), range(2))
     assert plan.drafter == ((0, 1),)
     assert any("no core is left for the drafter" in warning for warning in plan.warnings)
@@ -111,24 +97,11 @@ def test_thread_environment_counts_cores_and_keeps_a_preload(monkeypatch: pytest
     assert environment["KMP_BLOCKTIME"] == "5"
 
 
-def test_thread_environment_without_libraries_sets_no_preload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores_module, "preload_libraries", lambda: ())
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
-    environment = thread_environment([0])
-    assert environment["OMP_NUM_THREADS"] == "1"
-    assert not {"LD_PRELOAD", "KMP_BLOCKTIME"} & set(environment)
-
-
 def test_malloc_asks_for_huge_pages_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     assert thread_environment([0])["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
     assert thread_environment([0])["GLIBC_TUNABLES"].endswith(":glibc.malloc.hugetlb=0")
-
-
-def test_preloaded_libraries_exist() -> None:
-    for library in preload_libraries():
-        assert os.path.exists(library) or "/" not in library, f"{library} would make every process complain"
 
 
 def test_binding_reaches_threads_that_run_already_and_later_ones() -> None:

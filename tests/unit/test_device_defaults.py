@@ -20,8 +20,6 @@ ON_GPU = {
     "drafter.prefill_chunk_tokens": 1024,
     "drafter.draft_vocab_size": 0,
     "link.round_deadline_steps": 2.0,
-    "link.round_deadline_ms": 250.0,
-    "link.link_deadline_ms": 1000.0,
 }
 WRITTEN = {
     "target.max_num_seqs": 16,
@@ -30,8 +28,6 @@ WRITTEN = {
     "drafter.prefill_chunk_tokens": 128,
     "drafter.draft_vocab_size": None,
     "link.round_deadline_steps": None,
-    "link.round_deadline_ms": 1000.0,
-    "link.link_deadline_ms": 5000.0,
 }
 """Most of it what the CPU's default is: who writes it means it."""
 
@@ -77,14 +73,16 @@ def test_one_field_that_is_written_leaves_the_others_to_the_device(field):
     section, _, key = field.partition(".")
     tree: dict[str, Any] = {"target": {"model": "t"}, "drafter": dict(DRAFT_MODEL)}
     tree.setdefault(section, {})[key] = WRITTEN[field]
-    expected = {**ON_GPU, field: WRITTEN[field]}
-    if field == "link.round_deadline_ms":
-        expected |= {"link.round_deadline_steps": None, "link.link_deadline_ms": 2000.0}
-    assert values(with_device_defaults(parse_config(tree), gpu=True)) == expected
+    assert values(with_device_defaults(parse_config(tree), gpu=True)) == {**ON_GPU, field: WRITTEN[field]}
+
+
+def test_a_deadline_in_milliseconds_stays_the_only_one():
+    link = with_device_defaults(config(drafter=DRAFT_MODEL, link={"round_deadline_ms": 3000}), gpu=True).link
+    assert (link.round_deadline_ms, link.round_deadline_steps) == (3000, None)
 
 
 def test_what_is_chosen_is_valid_and_stays_chosen():
-    for sections in ({}, {"link": {"round_deadline_ms": 3000}}, {"link": {"link_deadline_ms": 1001}}):
+    for sections in ({}, {"link": {"round_deadline_ms": 3000}}):
         chosen = with_device_defaults(config(drafter=DRAFT_MODEL, **sections), gpu=True)
         again = parse_config(chosen.model_dump(mode="json"))
         assert again == chosen
@@ -96,19 +94,9 @@ def test_without_a_drafter_actor_there_is_no_link_to_choose_for():
     co_located = {"placement": "co_located", "method": "ngram"}
     for drafter in (None, co_located):
         chosen = with_device_defaults(config(drafter=drafter), gpu=True)
-        assert values(chosen, [field for field in ON_GPU if field.startswith("link")]) == {
-            "link.round_deadline_steps": None,
-            "link.round_deadline_ms": 1000.0,
-            "link.link_deadline_ms": 5000.0,
-        }
+        assert chosen.link.round_deadline_steps is None
         assert chosen.target.max_num_seqs == 128
         parse_config(chosen.model_dump())  # co-located drafting refuses a link that is not the default
-
-
-def test_every_choice_has_a_reason():
-    found = list(choices(config(drafter=DRAFT_MODEL)))
-    assert {f"{choice.section}.{choice.key}": choice.value for choice in found} == ON_GPU
-    assert all(choice.why for choice in found)
 
 
 @pytest.mark.parametrize("gpu", [True, False])
@@ -121,5 +109,5 @@ def test_what_is_deployed_has_the_device_s(gpu):
     (target,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
     deployed = target.init_args[0]
     assert deployed.target.max_num_seqs == (128 if gpu else 16)
-    assert deployed.link.link_deadline_ms == (1000 if gpu else 5000)
+    assert deployed.link.round_deadline_steps == (2.0 if gpu else None)
     assert target._deployment_config.max_ongoing_requests > deployed.serving.max_ongoing_requests

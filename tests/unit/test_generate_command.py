@@ -6,7 +6,6 @@ import argparse
 import io
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -135,18 +134,6 @@ def test_json_is_one_object_with_every_key(address: str, capsys: pytest.CaptureF
     }
 
 
-def test_json_has_every_answer_and_its_logprobs(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert outrider_generate("--address", address, "--json", "--n", "2", "--logprobs", "1", "two") == 0
-    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    first, second = printed["completions"]
-    token = {"token_id": 5, "logprob": -0.5, "rank": 1, "top": [{"token_id": 6, "logprob": "-Infinity"}]}
-    assert (first["text"], first["finish_reason"], first["stop_reason"], first["logprobs"]) == (
-        "a", "length", None, [token],
-    )  # fmt: skip
-    assert (second["text"], second["token_ids"], second["stop_reason"], second["logprobs"]) == ("b", [6], "END", [])
-    assert printed["prompt_logprobs"][1] == token
-
-
 def test_several_answers_are_labelled_and_printed_whole(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert outrider_generate("--address", address, "--n", "2", "two") == 0
     printed = capsys.readouterr()
@@ -162,25 +149,6 @@ def test_logprobs_are_not_asked_for_where_they_would_not_be_seen(
     assert outrider_generate("--address", address, flag, "1", "hello") == 2
     assert "--json" in capsys.readouterr().err
     assert service.requests == []
-
-
-def test_flags_become_the_fields_of_their_names(address: str, service: ScriptedService) -> None:
-    flags = (
-        "--temperature 0.7 --top-p 0.9 --top-k 5 --seed 11 --max-tokens 32 --stop A --stop B --ignore-eos "
-        "--no-speculation --chat --timeout 60"
-    )
-    assert outrider_generate("--address", address, *flags.split(), "hello") == 0
-    assert service.requests == [
-        pb.GenerateStreamRequest(
-            text="hello",
-            apply_chat_template=True,
-            sampling=pb.SamplingParameters(
-                temperature=0.7, top_p=0.9, top_k=5, seed=11, max_tokens=32, stop=["A", "B"], ignore_eos=True
-            ),
-            speculation=pb.SpeculationParameters(enabled=False),
-            timeout_ms=60_000,
-        )
-    ]
 
 
 def test_a_dash_reads_the_prompt_from_stdin(
@@ -252,15 +220,3 @@ def test_a_reader_that_leaves_ends_the_program_without_a_trace(address: str) -> 
         error = child.stderr.read()
     assert child.returncode == 1
     assert error == ""
-
-
-def test_an_output_that_is_full_is_said_in_one_line(address: str) -> None:
-    full = os.open("/dev/full", os.O_WRONLY)
-    try:
-        with as_a_program("--address", address, "hello", stdout=full) as child:
-            assert child.stderr is not None
-            error = child.stderr.read()
-    finally:
-        os.close(full)
-    assert child.returncode == 1
-    assert error == "outrider: standard output: No space left on device; write it elsewhere\n"

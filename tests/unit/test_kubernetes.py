@@ -19,7 +19,6 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from ray._private import ray_constants
 
 from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
 from outrider.cluster.config import OutriderConfig, parse_config
@@ -152,49 +151,6 @@ def test_every_document_fits_its_schema(document: Tree) -> None:
     check_document(document)
 
 
-def test_kuberays_definitions_are_of_the_version_that_the_docs_name() -> None:
-    (version,) = re.findall(r"^\| KubeRay operator \| ([\d.]+)", (ROOT / "docs" / "kubernetes.md").read_text(), re.M)
-    for schema in KUBERAY.values():
-        assert f"KubeRay v{version} (" in schema["$comment"]
-    assert f"\n| version | {version}, commit " in (Path(__file__).parent / "kuberay" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("where", "wrong", "value"),
-    [
-        ((), "rayversion", "2.60.0"),
-        ((), "headGroupSpecs", {}),
-        ((), "enableInTreeAutoscaling", "true"),
-        (("autoscalerOptions", "securityContext"), "runAsRoot", False),
-        (("workerGroupSpecs", 0), "maxReplicas", "4"),
-        (("headGroupSpec", "template", "spec"), "securityContexts", {}),
-        (("workerGroupSpecs", 1, "template", "spec", "containers", 0), "envs", []),
-        (("workerGroupSpecs", 1, "template"), "spek", {}),
-    ],
-)
-def test_what_neither_kuberay_nor_kubernetes_has_is_found(
-    where: tuple[str | int, ...], wrong: str, value: object
-) -> None:
-    (found,) = installed("gpu-autoscaling", "RayCluster")
-    part: Any = found["spec"]
-    for step in where:
-        part = part[step]
-    part[wrong] = value
-    with pytest.raises(AssertionError, match=wrong):
-        check_document(found)
-
-
-def test_a_part_that_is_missing_is_found_and_a_service_that_is_none() -> None:
-    (service,) = installed("gpu", "RayService")
-    service["spec"]["serveService"]["spec"]["portz"] = []
-    with pytest.raises(AssertionError, match="portz"):
-        check_document(service)
-    del service["spec"]["serveService"]["spec"]["portz"]
-    del service["spec"]["rayClusterConfig"]["headGroupSpec"]
-    with pytest.raises(AssertionError, match="'headGroupSpec' is a required property"):
-        check_document(service)
-
-
 @pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="kubectl, whose Kustomize puts overlays together, is not here"
 )
@@ -213,19 +169,6 @@ def test_kustomize_makes_of_an_overlay_what_is_looked_at_here(overlay: str) -> N
 
 def named(document: Tree) -> tuple[str, str]:
     return document["kind"], document["metadata"]["name"]
-
-
-def test_every_file_belongs_to_a_kustomization() -> None:
-    named = set()
-    for path in FOLDER.rglob("kustomization.yaml"):
-        tree = yaml.safe_load(path.read_text())
-        assert set(tree) == {"apiVersion", "kind", "namespace", "resources"}, "patches are not looked at here"
-        assert tree["namespace"] == "outrider"
-        for name in tree["resources"]:
-            resource = (path.parent / name).resolve()
-            assert resource.is_file() or (resource / "kustomization.yaml").is_file(), f"{path}: no {name}"
-            named.add(resource)
-    assert {path.resolve() for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml"} <= named
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -401,10 +344,6 @@ def node_of(group: Tree, has_gpus: bool) -> Tree:
     """As ``ray.nodes()`` has it."""
     resources = {"CPU": float(cpus(group)), **({"GPU": float(gpus(group))} if has_gpus else {})}
     return {"Alive": True, "Resources": resources, "Labels": group["labels"]}
-
-
-def test_ray_has_the_variable_by_which_a_pods_node_is_drained() -> None:
-    assert hasattr(ray_constants, DRAINED_WITHIN)
 
 
 def cpus(group: Tree) -> int:

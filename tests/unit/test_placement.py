@@ -41,19 +41,6 @@ def test_an_ngram_drafter_takes_no_gpu() -> None:
     assert placement.bundles[placement.drafter_bundle_indices[0]] == {"CPU": 1.0}
 
 
-def test_cpu_bundles_count_the_planned_cores() -> None:
-    served = config(1, 2)
-    placement = placement_of(served, plan_cores(served, range(7)))
-    assert placement.bundles == ({"CPU": 4.0}, {"CPU": 4.0})
-    assert (placement.target_bundle_indices, placement.drafter_bundle_indices) == ((0,), (1, 1))
-
-
-def test_without_a_drafter_there_is_no_drafter_bundle() -> None:
-    placement = placement_of(config(drafter_ranks=None), None)
-    assert placement.drafter_bundle_indices == ()
-    assert len(placement.bundles) == 1
-
-
 def test_ranks_that_share_cores_count_for_what_they_share() -> None:
     served = config(3, 2)
     placement = placement_of(served, plan_cores(served, range(2)))

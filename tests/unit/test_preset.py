@@ -177,14 +177,6 @@ SHORTER = {**LLAMA, "vocab_size": 99}
 TOKENS = {"a": 0, "b": 1}
 
 
-def test_one_tokenizer_may_be_padded_to_two_sizes() -> None:
-    check_vocabularies(LLAMA, SHORTER, (TOKENS, TOKENS))
-    check_vocabularies(SHORTER, LLAMA, (TOKENS, TOKENS))
-    check_vocabularies(LLAMA, {"text_config": LLAMA}, (TOKENS, None))
-    with pytest.raises(ConfigError, match=r"drafter\.model: its tokenizer differs"):
-        check_vocabularies(LLAMA, SHORTER, (TOKENS, {"a": 1, "b": 0}))
-
-
 @pytest.mark.parametrize("tokens", [(None, None), (TOKENS, None), (None, TOKENS)])
 def test_sizes_that_differ_without_tokenizers_to_compare_are_refused(tokens: tuple) -> None:
     message = r"drafter\.model: its vocabulary has 99 tokens, the target's has 100.*without a tokenizer\.json of both"

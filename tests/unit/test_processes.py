@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.processes import alive, family, slowed, stopped
+from tests.processes import alive, slowed, stopped
 from tests.serving import wait_until
 
 RUN = "import time\nwhile True: time.sleep(0.001)"
@@ -41,17 +41,6 @@ def test_a_stopped_process_goes_on_when_the_test_fails(victim: subprocess.Popen[
     wait_until(lambda: not is_stopped(process), WITHIN_S, "it goes on")
 
 
-def test_a_slowed_process_runs_and_stands_still_by_turns_and_goes_on(victim: subprocess.Popen[bytes]) -> None:
-    process = psutil.Process(victim.pid)
-    with slowed(victim.pid, 0.5):
-        for _ in range(2):
-            wait_until(lambda: is_stopped(process), WITHIN_S, "it stands still", every_s=0.01)
-            wait_until(lambda: not is_stopped(process), WITHIN_S, "it runs", every_s=0.01)
-    assert not is_stopped(process)
-    used = process.cpu_times().user
-    wait_until(lambda: process.cpu_times().user > used, WITHIN_S, "it runs")
-
-
 @pytest.mark.parametrize("harm", [stopped, lambda pid: slowed(pid, 0.5)], ids=["stopped", "slowed"])
 def test_one_that_ends_meanwhile_is_no_failure_of_the_test_s(victim: subprocess.Popen[bytes], harm) -> None:  # type: ignore[no-untyped-def]
     with harm(victim.pid):
@@ -59,10 +48,3 @@ def test_one_that_ends_meanwhile_is_no_failure_of_the_test_s(victim: subprocess.
         victim.wait()
         time.sleep(0.3)
     assert alive([psutil.Process()]) == [f"{psutil.Process().pid} {psutil.Process().name()}"]
-
-
-def test_who_has_ended_is_not_alive(victim: subprocess.Popen[bytes]) -> None:
-    lost = family(victim.pid)
-    assert len(alive(lost)) == 1
-    victim.kill()
-    wait_until(lambda: not alive(lost), WITHIN_S, "a zombie does not count")

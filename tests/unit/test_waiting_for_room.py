@@ -29,8 +29,8 @@ def test_what_waits_for_room_is_said_once_a_minute_in_rays_words(monkeypatch: py
     monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=clock))
     serving = Server(parse_config({"target": {"model": "t"}}), StopSignal(), Progress(said))
     other = f"{WAITS} And of another node."
-    for clock.now, message in ((0.0, WAITS), (1.0, WAITS), (2.0, ""), (59.0, WAITS), (60.0, WAITS), (61.0, other)):
-        serving._tell(application(Target=message, Ingress="starts slowly"))
+    for clock.now, message in ((0.0, WAITS), (20.0, WAITS), (40.0, ""), (59.0, WAITS), (70.0, WAITS), (90.0, other)):
+        serving._report_troubles(application(Target=message, Ingress="starts slowly"))
     lines = [line.partition("] ")[2] for line in said.getvalue().splitlines()]
     assert lines == [f"WARNING: Target: {message}" for message in (WAITS, WAITS, other)]
 

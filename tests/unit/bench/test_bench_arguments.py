@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
+from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy import cli
 from outrider.deploy.bench.arguments import add_arguments, candidates, check, load_options, with_cores
+from outrider.deploy.bench.load import Load
 
 NGRAM = parse_config({"target": {"model": "t"}, "drafter": {"method": "ngram"}})
 
@@ -19,10 +21,6 @@ def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return parser.parse_args(["--preset", "x", *arguments])
-
-
-def pair(drafter: Path) -> OutriderConfig:
-    return parse_config({"target": {"model": "t"}, "drafter": {"method": "draft_model", "model": str(drafter)}})
 
 
 @pytest.mark.parametrize(
@@ -51,43 +49,47 @@ def test_options_of_the_load_are_vllms_by_name_and_any_other_behind_a_double_das
     assert "--request-rate" not in options
 
 
-def test_a_draft_model_made_for_one_pass_is_tried_both_ways_at_every_k(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"pard_token": 7}))
-    found = candidates(parse("--against", "vllm", "--against-k", "2,5"), pair(tmp_path))
-    one = {"method": "draft_model", "model": str(tmp_path)}
-    two = {**one, "parallel_drafting": True}
-    assert found == [{**each, "num_speculative_tokens": k} for each in (one, two) for k in (2, 5)]
+DRAFT_MODEL = {"method": "draft_model", "model": "d"}
 
 
-def test_any_other_draft_model_is_tried_one_token_after_the_other_alone(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    found = candidates(parse("--against", "vllm", "--against-k", "3"), pair(tmp_path))
-    assert found == [{"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}]
+@pytest.mark.parametrize(
+    ("arguments", "document", "tried"),
+    [
+        (["--against", "vllm", "--against-k", "2"], {}, [DRAFT_MODEL]),
+        (
+            ["--against", "vllm", "--against-k", "2"],
+            {"pard_token": 7},
+            [DRAFT_MODEL, {**DRAFT_MODEL, "parallel_drafting": True}],
+        ),
+        (
+            ["--against", "vllm", "--against-k", "2", "--against-config", '{"method": "ngram"}'],
+            {},
+            [{"method": "ngram"}],
+        ),
+        (["--against", "plain"], {}, [None]),
+    ],
+    ids=["as ours", "also in one pass", "as given", "plain"],
+)
+def test_vllm_is_tried_with_each_kind_of_drafts(
+    tmp_path: Path, arguments: list[str], document: dict[str, Any], tried: list[dict[str, Any] | None]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    config = parse_config({"target": {"model": "t"}, "drafter": {**DRAFT_MODEL, "model": str(tmp_path)}})
+    place = {"model": str(tmp_path)}
+    expected = [kind and {**kind, **(place if "model" in kind else {}), "num_speculative_tokens": 2} for kind in tried]
+    assert candidates(parse(*arguments), config) == expected
 
 
-def test_given_configurations_are_tried_instead_and_plain_has_none() -> None:
-    given = ["--against-config", '{"method": "ngram"}', "--against-config", '{"method": "suffix"}']
-    found = candidates(parse("--against", "vllm", "--against-k", "4", *given), NGRAM)
-    assert found == [{"method": method, "num_speculative_tokens": 4} for method in ("ngram", "suffix")]
-    assert candidates(parse("--against", "plain"), NGRAM) == [None]
-
-
-def test_without_a_drafter_vllm_must_be_told_what_to_draft_with() -> None:
+def test_what_cannot_be_measured_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="give --against-config"):
         candidates(parse("--against", "vllm"), parse_config({"target": {"model": "t"}}))
-
-
-def test_a_file_is_needed_for_the_custom_data_set_alone() -> None:
     with pytest.raises(ConfigError, match="--dataset-path"):
         check(parse())
     check(parse("--dataset-name", "random"))
-
-
-def test_beside_a_running_server_no_rival_is_started() -> None:
-    args = parse("--dataset-path", "d", "--against", "vllm")
-    args.address = "http://h:1"
     with pytest.raises(ConfigError, match="--against vllm"):
-        check(args)
+        check(argparse.Namespace(**{**vars(parse("--dataset-path", "d", "--against", "vllm")), "address": "http://h"}))
+    with pytest.raises(ConfigError, match="unrecognized arguments: --promts"):
+        Load(["--dataset-name", "random", "--promts", "3"])
 
 
 def test_cores_of_the_command_line_are_checked_like_those_of_a_file() -> None:

@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from importlib.metadata import Distribution
 from pathlib import Path
 
 import numpy as np
@@ -17,27 +15,12 @@ from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.check import check_same_tokens, vocab_size
 from tests.bench.emulation.checkpoint import write_checkpoint
 from tests.bench.emulation.emulation import KEY, Emulation
-from tests.bench.emulation.plugin import environment, register, write_distribution
+from tests.bench.emulation.plugin import environment
 from tests.bench.emulation.profiles import PROFILES, TEXTS
-from tests.bench.emulation.step_time import StepTime, wait_until
-from tests.bench.emulation.trace import ROW, TraceWriter, read_trace
+from tests.bench.emulation.step_time import StepTime
+from tests.bench.emulation.trace import TraceWriter, read_trace
 
 DRAFTER = Emulation("drafter", PROFILES["70b-8b"].drafter, TEXTS["chat"], "/somewhere")
-
-
-def test_a_step_costs_its_base_and_something_for_each_further_token() -> None:
-    step = StepTime(25.0, 0.05)
-    assert [step.step_ms(n) for n in (0, 1, 2, 161)] == pytest.approx([25.0, 25.0, 25.05, 33.0])
-    with pytest.raises(ValueError, match="extra_token_ms"):
-        StepTime(25.0, -0.1)
-
-
-@pytest.mark.parametrize("polls", [False, True])
-def test_waiting_ends_when_the_time_has_come_and_at_once_for_what_is_past(polls: bool) -> None:
-    wait_until(0.0, polls)
-    end_s = time.perf_counter() + 2e-3
-    wait_until(end_s, polls)
-    assert time.perf_counter() >= end_s
 
 
 @pytest.mark.parametrize("emulation", [DRAFTER, Emulation("target", StepTime(1.0, 0.0))])
@@ -58,21 +41,6 @@ def test_both_sides_of_a_pair_have_the_same_tokens(tmp_path: Path) -> None:
     assert vocabularies[1] is not None
     assert len(vocabularies[0]) == 600
     check_same_tokens(vocabularies[0], vocabularies[1])
-
-
-def test_what_is_not_known_is_refused() -> None:
-    with pytest.raises(ValueError, match="speed"):
-        Emulation.from_json({**DRAFTER.as_json(), "speed": 3})
-    with pytest.raises(ValueError, match="role"):
-        Emulation("target", StepTime(1.0, 0.0), TEXTS["code"])
-
-
-def test_the_entry_point_leads_to_the_registration(tmp_path: Path) -> None:
-    write_distribution(tmp_path)
-    (found,) = Distribution.discover(path=[str(tmp_path)])
-    (entry_point,) = found.entry_points
-    assert entry_point.group == "vllm.general_plugins"
-    assert entry_point.load() is register
 
 
 def test_nothing_else_of_this_tree_comes_along(tmp_path: Path) -> None:
@@ -112,13 +80,3 @@ def test_a_trace_holds_the_steps_of_its_role_and_time(tmp_path: Path) -> None:
     assert trace.rows["position"].tolist() == [0, 1, 0, 1, 2]
     assert trace.forward_of_row().tolist() == [0, 0, 1, 1, 1]
     assert len(read_trace(tmp_path, "nobody", 0.0, 9.0).forwards) == 0
-
-
-def test_a_step_that_is_being_written_is_not_read_in_part(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path, "target")
-    writer.add(0, (1.0,) * 6, np.array([300]), np.array([5]))
-    writer.flush()
-    (rows,) = tmp_path.glob("*.rows")
-    with rows.open("ab") as file:  # of a step whose record is not there yet
-        file.write(np.zeros(3, ROW).tobytes())
-    assert read_trace(tmp_path, "target").rows.tolist() == [(300, 5)]

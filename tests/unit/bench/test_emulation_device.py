@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.bench.emulation.device import Device, install_reads
-from tests.bench.emulation.trace import TraceWriter, read_trace
+from tests.bench.emulation.trace import TraceWriter
 
 EXECUTOR = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False))
 
@@ -41,25 +40,6 @@ def enqueue(device: Device, seconds: float, trace: TraceWriter | None = None, to
     device.enqueue(device.now(), seconds, trace, np.arange(tokens), np.arange(tokens))
 
 
-def test_a_forward_pass_returns_at_once_and_its_reader_waits(host: Host, device: Device) -> None:
-    enqueue(device, 0.025)
-    device.has_results()
-    assert host.now == 10.0
-    host.now += 0.004  # launches the sampler meanwhile
-    device.read()
-    assert host.now == pytest.approx(10.025)
-
-
-def test_a_host_that_comes_late_does_not_wait(host: Host, device: Device) -> None:
-    enqueue(device, 0.025)
-    device.has_results()
-    host.now += 0.030
-    device.read()
-    assert host.now == pytest.approx(10.030)
-    enqueue(device, 0.010)
-    assert device.free_at == pytest.approx(10.040)
-
-
 def test_what_is_enqueued_behind_work_begins_after_it(host: Host, device: Device) -> None:
     enqueue(device, 0.025)
     device.has_results()
@@ -69,33 +49,6 @@ def test_what_is_enqueued_behind_work_begins_after_it(host: Host, device: Device
         device.has_results()
     device.read()  # of the target's tokens: its copy stands behind the drafts
     assert host.now == pytest.approx(10.043)
-
-
-def test_a_prefill_that_nobody_samples_from_is_not_waited_for(host: Host, device: Device) -> None:
-    enqueue(device, 0.1)
-    device.read()
-    assert host.now == 10.0
-    enqueue(device, 0.006)
-    device.has_results()
-    device.read()
-    assert host.now == pytest.approx(10.106)
-    device.read()
-    assert device.step == 1
-
-
-def test_a_trace_says_when_device_and_host_came_and_went(host: Host, device: Device, tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path, "target")
-    for _ in range(2):
-        enqueue(device, 0.025, writer, tokens=4)
-        host.now += 0.001
-        device.has_results()
-        host.now += 0.002
-        device.read()
-    first, second = read_trace(tmp_path, "target").forwards
-    assert (first["step"], second["step"], second["num_tokens"]) == (0, 1, 4)
-    times = [float(first[name]) - 10 for name in ("called_s", "logits_s", "started_s", "read_s", "ended_s")]
-    assert times == pytest.approx([0, 0.001, 0, 0.003, 0.025])
-    assert first["went_on_s"] == second["called_s"] == second["started_s"]
 
 
 def test_vllm_reads_where_it_makes_values_of_results(
@@ -149,13 +102,3 @@ def test_vllm_reads_a_step_that_it_scheduled_ahead_when_its_output_is_asked_for(
     assert first.get_output() == pytest.approx(10.025), "what was enqueued after a copy is not waited for"
     assert second.get_output() == pytest.approx(10.050)
     assert device.step == 2
-
-
-def test_a_place_that_is_not_there_ends_start_up(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    monkeypatch.setattr(UniProcExecutor, "collective_rpc", UniProcExecutor.collective_rpc)
-    monkeypatch.delattr(GPUModelRunner, "_bookkeeping_sync")
-    with pytest.raises(RuntimeError, match="_bookkeeping_sync"):
-        install_reads(device)

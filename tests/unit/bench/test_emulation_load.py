@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.bench.emulation.in_process import carry
-from tests.bench.emulation.load import ClosedLoop, Load, prompt
+from tests.bench.emulation.load import Load
 
 
 @dataclass
@@ -44,13 +44,3 @@ def test_every_requested_token_runs(batch: int) -> None:
 def test_tokens_that_are_missing_end_the_measurement() -> None:
     with pytest.raises(RuntimeError, match="95 of 96 tokens"):
         carry(Engine(lost=1), Load(1, rounds=1, max_tokens=96), lambda: True)
-
-
-def test_numbers_are_handed_out_once() -> None:
-    loop = ClosedLoop(Load(3, rounds=1, max_tokens=10), lambda: False, first_index=7)
-    assert [*loop.first(), loop.after_one_ended(), loop.after_one_ended()] == [7, 8, 9, 10, 11]
-    assert loop.tokens == 50
-
-
-def test_requests_side_by_side_end_on_different_letters() -> None:
-    assert len({prompt(index)[-1] for index in range(32)}) == 32

@@ -16,12 +16,6 @@ def engine(**config):
     return Engine("model", document, "bfloat16", "cpu", 384, 16, (0,))
 
 
-def test_of_a_small_model_all_that_are_asked_for_run():
-    small = engine()
-    assert small.at_once == 256
-    assert small.kv_cache_bytes == 257 * 512 * (2 * 2 * 2 * 64) * 2
-
-
 @pytest.mark.parametrize(("layers", "heads"), [(48, 8), (80, 16)])
 def test_of_a_large_one_fewer_run_but_never_less_than_64(layers, heads):
     large = engine(num_hidden_layers=layers, num_attention_heads=64, num_key_value_heads=heads, hidden_size=8192)

@@ -45,11 +45,6 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path, name, content, message):
     assert str(error.value).startswith("--data: ")
 
 
-def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"--dataset: .* no such file"):
-        read_prompts(tmp_path / "none.jsonl", "--dataset")
-
-
 def test_spread_is_even_over_the_file():
     prompts = [Prompt(str(index), (), "x") for index in range(10)]
     assert [prompt.where for prompt in spread(prompts, 3)] == ["0", "3", "6"]
@@ -71,18 +66,3 @@ def test_chats_go_through_the_template_and_texts_do_not():
     prompts = [Prompt("f, line 1", (), "a bb"), Prompt("f, line 2", (("user", "a bb"),))]
     assert tokens_of(prompts, Words(), 9, False, "--data") == [[1, 2], [6, 1, 2, 8]]
     assert tokens_of(prompts, Words(), 9, True, "--data") == [[6, 1, 2, 8]] * 2
-
-
-def test_a_prompt_too_long_names_its_line_and_the_room():
-    prompts = [Prompt("f, line 1", (), "a"), Prompt("f, line 2", (), "a a a a")]
-    with pytest.raises(ConfigError, match=r"f, line 2: 4 tokens, and a prompt has 1 to 3"):
-        tokens_of(prompts, Words(), 3, False, "--data")
-
-
-def test_a_chat_that_the_template_refuses_is_an_error_with_file_and_line():
-    class Refusing(Words):
-        def apply_chat_template(self, messages, **options):
-            raise RuntimeError("roles must alternate")
-
-    with pytest.raises(ConfigError, match=r"--data: p, line 2: no chat template takes it \(roles must alternate\)"):
-        tokens_of([Prompt("p, line 2", (("user", "a"),))], Refusing(), 100, False, "--data")

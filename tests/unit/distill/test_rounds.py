@@ -23,11 +23,6 @@ def test_greedy_rounds_are_walked_as_they_would_run():
     assert tally.by_position == [1.0, 2 / 3, 0.5]
 
 
-def test_nothing_is_counted_of_nothing():
-    assert Tally(2).by_position == [None, None]
-    assert (Tally(2).tokens_per_round, Tally(2).acceptance_rate) == (1.0, 0.0)
-
-
 def test_a_drafter_that_is_the_target_has_every_draft_accepted(target, texts):  # noqa: F811
     found = measured(Trainer(from_layers(target, [0, 1, 2]), 0.0, torch.float32), texts, 3)
     assert found.tallies[-1].by_position == [1.0, 1.0, 1.0]

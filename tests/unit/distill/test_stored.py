@@ -1,6 +1,5 @@
 """A stored drafter has only what was trained, and goes together with its own target alone."""
 
-import dataclasses
 import json
 
 import pytest
@@ -15,10 +14,8 @@ from outrider.cluster.config import ConfigError
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.distill.models import (
     check_architecture,
-    choose_layers,
     config_of_layers,
     from_layers,
-    locate,
     same_embeddings,
 )
 from outrider.deploy.distill.stored import DESCRIPTION, TENSORS, assemble, read, store
@@ -111,18 +108,6 @@ def test_a_drafter_of_another_target_is_refused_by_name(stored, target, tmp_path
     assert not (tmp_path / "model").exists()
 
 
-def test_a_target_with_other_token_ids_is_refused(stored, target, tmp_path):
-    import shutil
-
-    other = tmp_path / "renamed"
-    shutil.copytree(target, other)
-    document = json.loads((other / "tokenizer.json").read_text())
-    document["model"]["vocab"]["!!"] = 270
-    (other / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(ConfigError, match="its token ids are others"):
-        assemble(stored, other, tmp_path / "model")
-
-
 def test_damage_is_found(stored, target, tmp_path):
     import shutil
 
@@ -162,36 +147,11 @@ def test_the_digest_is_of_the_tensors_not_of_the_files(target, tmp_path):
     assert weights_digest(tmp_path) != weights_digest(target)
 
 
-@pytest.mark.parametrize(
-    ("total", "count", "layers"), [(30, 1, [0]), (30, 2, [0, 29]), (30, 3, [0, 14, 29]), (4, 3, [0, 2, 3])]
-)
-def test_layers_are_even_from_the_first_to_the_last(total, count, layers):
-    assert choose_layers(total, count) == layers
-
-
-@pytest.mark.parametrize("count", [0, 4, 9])
-def test_as_many_layers_as_the_target_has_are_no_drafter(count):
-    with pytest.raises(ConfigError, match="--layers: "):
-        choose_layers(4, count)
-
-
 def test_an_architecture_that_is_not_known_is_refused_by_name(target, tmp_path):
     document = json.loads((target / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**document, "architectures": ["MambaForCausalLM"]}))
     with pytest.raises(ConfigError, match=r"is a MambaForCausalLM; drafters can be made of LlamaForCausalLM"):
         check_architecture(tmp_path, "TARGET")
-
-
-def test_a_place_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"TARGET: .* holds no config.json"):
-        locate(str(tmp_path), "TARGET")
-    with pytest.raises(ConfigError, match=r"TARGET: .*nowhere does not exist"):
-        locate(str(tmp_path / "nowhere"), "TARGET")
-
-
-def test_a_description_is_what_it_was(stored):
-    description = read(stored)
-    assert dataclasses.asdict(description)["made"] == {"steps": 0}
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])

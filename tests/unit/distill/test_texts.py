@@ -1,14 +1,10 @@
 """What is generated in which order, what is held out, and texts on disk."""
 
-import random
-from collections import Counter
-
 import numpy as np
 import pytest
-import torch
 
 from outrider.actors.learning.texts import Text
-from outrider.deploy.distill.texts import Job, TextStore, alike, held_out, plan
+from outrider.deploy.distill.texts import Job, TextStore, held_out, plan
 
 
 def test_held_out_prompts_depend_on_their_content_alone():
@@ -20,11 +16,6 @@ def test_held_out_prompts_depend_on_their_content_alone():
     twice = held_out(digests * 2)
     assert {index % 100 for index in twice} == chosen
     assert len(twice) == 10
-
-
-@pytest.mark.parametrize(("count", "expected"), [(4, 2), (100, 5), (5000, 64)])
-def test_how_many_are_held_out(count, expected):
-    assert len(held_out([str(index) for index in range(count)])) == expected
 
 
 def test_the_plan_begins_with_what_is_held_out_and_repeats_by_seed():
@@ -64,19 +55,3 @@ def test_texts_come_back_from_disk_and_a_half_written_batch_does_not_count(tmp_p
         assert after.held_out is held_out
         for name in ("ids", "top_ids", "top_log_p"):
             np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
-
-
-@pytest.mark.parametrize("number", [8, 20, 200])
-def test_a_batch_is_of_one_length_nearly_and_all_texts_are_as_likely(number):
-    lengths = torch.randperm(number, generator=torch.Generator().manual_seed(1)) + 5
-    texts = [Text(i, 0, np.zeros(int(n)), 0, np.zeros(0), np.zeros(0)) for i, n in enumerate(lengths)]
-    chance, drawn, spans = random.Random(0), Counter(), []
-    for _ in range(4000):
-        batch = alike(texts, 8, chance)
-        assert len({text.prompt for text in batch}) == 8
-        drawn.update(text.prompt for text in batch)
-        spans.append(max(len(text.ids) for text in batch) - min(len(text.ids) for text in batch))
-    expected = 4000 * 8 / number
-    assert all(abs(drawn[index] - expected) < 6 * expected**0.5 for index in range(number))
-    if number == 200:
-        assert sum(spans) / len(spans) < number / 6
