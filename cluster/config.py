@@ -68,24 +68,25 @@ class EngineConfig(Section):
     """Longest sequence in tokens, prompt and answer together. Default: the checkpoint's own."""
 
     max_num_seqs: int = Field(16, ge=1, le=1024)
-    """Most requests in one step. Default on GPU: 128."""
+    """Maximum requests in one step. Default on GPU: 128."""
 
     max_num_batched_tokens: int | None = Field(None, ge=1)
-    """Most tokens in one step. Longer prefills are chunked. Default: vLLM's default."""
+    """Maximum tokens in one step. Longer prefills are chunked. Default: vLLM's."""
 
     kv_cache_memory_bytes: int | None = Field(None, ge=1)
     """KV cache of a rank, in bytes. Default on CPU: 512 MiB; on GPU: what ``gpu_memory_utilization`` leaves."""
 
     cores: list[CoreSet] | None = None
-    """CPU only: the set of cores of each rank, e.g. ``[[0], [1]]``. Default: shared out at start-up."""
+    """CPU only: the set of cores of each rank, e.g. ``[[0], [1]]``. Default: divided at start-up."""
 
     lora_modules: tuple[LoraModule, ...] = Field((), max_length=256)
-    """LoRA adapters: mappings of ``name``, by which requests ask for it, and ``path``, a directory as PEFT writes it
-    ([lora.md](lora.md)). A drafter's are for requests with the target's adapter of the same name."""
+    """LoRA adapters: mappings of ``name``, by which requests ask for it, and ``path``, a directory in PEFT's format
+    ([apis.md](apis.md#lora-adapters)). A drafter's adapter serves requests with the target's adapter of the same
+    name."""
 
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Any other of vLLM's engine arguments under its name in Python, e.g. ``{kv_cache_dtype: fp8, enforce_eager:
-    true}``. They reach vLLM as written, and vLLM checks them. Those that would break Outrider are refused by name."""
+    """Other engine arguments of vLLM under their names in Python, e.g. ``{kv_cache_dtype: fp8, enforce_eager: true}``.
+    They reach vLLM unchanged, and vLLM checks them. Arguments that would break Outrider are refused by name."""
 
     side: ClassVar[Side] = "target"
 
@@ -126,14 +127,14 @@ class TargetConfig(EngineConfig):
 
     pipeline_parallel_size: int = Field(1, ge=1)
     """Stages that the layers are split over, of tensor_parallel_size ranks each, all on one node. One step is in them
-    at a time: [architecture.md](architecture.md#pipeline-stages)."""
+    at a time ([architecture.md](architecture.md#a-round))."""
 
     node_labels: NodeLabels = Field(default_factory=dict)
-    """Labels that a node must carry to get a replica with its ranks, e.g. ``{zone: a}`` (``ray start --labels``;
+    """Labels that a node must have to get a replica with its ranks, e.g. ``{zone: a}`` (``ray start --labels``;
     ``labels`` of a KubeRay group)."""
 
     async_scheduling: bool | None = None
-    """Schedule a step while the one before it runs. The tokens are the same either way. Default: true, but false with
+    """Schedule a step while the previous one runs. The tokens are the same either way. Default: true, but false with
     several pipeline stages."""
 
     @model_validator(mode="after")
@@ -178,27 +179,27 @@ class TargetConfig(EngineConfig):
 
 
 class LearningConfig(Section):
-    """How a draft model is trained on the answers it drafts for, while it serves ([learning.md](learning.md))."""
+    """Training of the draft model on the answers it drafts for, while it serves ([learning.md](learning.md))."""
 
     learning_rate: float = Field(1e-4, gt=0, le=1, allow_inf_nan=False)
     """Learning rate of AdamW, after a short rise."""
 
     general: str | None = Field(None, min_length=1)
-    """Directory of texts by ``outrider distill`` (OUT/texts), the target's answers. A quarter of a batch is of these,
-    and no version serves that has lost on them. Without it a drafter forgets what its traffic does not hold."""
+    """Directory of the target's texts, written by ``outrider distill`` (OUT/texts). A quarter of a batch is taken from
+    them, and no version that is worse on them becomes active. Without it, a drafter forgets what its traffic does not
+    contain."""
 
     held_out: float = Field(0.125, ge=0.01, le=0.5)
     """Share of the prompts whose answers are never trained on. Versions are compared on these."""
 
     num_gpus: float = Field(0.0, ge=0, le=1)
-    """GPUs of the trainer's own. 0: it trains on CPU."""
+    """GPUs reserved for the trainer. 0: it trains on CPU."""
 
     cores: CoreSet | None = None
-    """CPU only: where it trains. Default: wherever there is time, on one thread."""
+    """CPU only: cores of the trainer. Default: one thread on any core."""
 
     directory: str | None = Field(None, min_length=1)
-    """Directory in which every version that serves is kept, as a checkpoint that ``drafter.model`` takes. Default: in
-    memory only."""
+    """Directory that keeps each version as a checkpoint for ``drafter.model``. Default: memory only."""
 
     @model_validator(mode="after")
     def _one_place(self) -> LearningConfig:
@@ -221,42 +222,43 @@ class Bounds(Section):
 
 
 class PoolScalingConfig(Bounds):
-    """This section scales a pool to as many drafters as gain what they cost ([pool.md](pool.md))."""
+    """Scales the number of drafters of a pool to what gains more than it costs
+    ([deployment.md](deployment.md#drafters))."""
 
     min: int = Field(0, ge=0, le=1024)
-    """Least number of drafters. 0: while none pays, targets decode without drafts."""
+    """Minimum number of drafters. With 0, targets decode without drafts while no drafter pays."""
 
     max: int = Field(ge=1, le=1024)
-    """Greatest number of drafters."""
+    """Maximum number of drafters."""
 
     targets_per_drafter: int = Field(4, ge=1, le=1024)
-    """Busy targets per drafter. 4 is within 3% of the best of 1, 2, 4 and 8 in tokens per second and accelerator, for
-    drafters of 8B, 1B and 0.6B at batch 1 and 8, simulated ([emulation.md](emulation.md#the-curve))."""
+    """Busy targets per drafter. 4 is within 3% of the best of 1, 2, 4 and 8 in simulations
+    ([performance.md](performance.md#one-drafter-for-several-targets))."""
 
     worth: float = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
-    """What a drafter must gain, in tokens per second over plain decoding, relative to what its accelerators would do as
-    part of a target. 0: any gain is enough."""
+    """Required gain of a drafter in tokens per second over plain decoding, relative to what its accelerators would do
+    as part of a target. 0: any gain is enough."""
 
     downscale_delay_s: float = Field(300.0, ge=0, le=86_400)
-    """How long one drafter fewer must be enough, without a break, before one is stopped."""
+    """Time for which one drafter fewer must be enough before one is stopped."""
 
 
 class ActorConfig(Section):
     """A drafter in an actor of its own."""
 
     placement: Literal["with_target", "pool"] = "with_target"
-    """``with_target``: a drafter for each target replica, beside it. ``pool``: ``num_drafters`` for all of them, each
-    on bundles of its own; target replicas serve without, too."""
+    """``with_target``: one drafter per target replica. ``pool``: ``num_drafters`` shared by all target replicas, which
+    also serve without one."""
 
     num_drafters: int = Field(1, ge=1, le=1024)
-    """``placement: pool``: the number of drafters. See ``targets_per_drafter`` under «drafter.autoscaling»."""
+    """``placement: pool``: number of drafters. See ``targets_per_drafter`` under drafter.autoscaling."""
 
     autoscaling: PoolScalingConfig | None = None
-    """``placement: pool``: a number of drafters that follows what they gain, in place of ``num_drafters``."""
+    """``placement: pool``: scales the number of drafters; replaces ``num_drafters``."""
 
     node_labels: NodeLabels = Field(default_factory=dict)
-    """Labels that a node must carry to get a drafter, e.g. ``{zone: a}``. Where the target's say otherwise, the two are
-    on different nodes."""
+    """Labels that a node must have to get a drafter, e.g. ``{zone: a}``. If they exclude the target's, the two are on
+    different nodes."""
 
     @property
     def pooled(self) -> bool:
@@ -302,7 +304,7 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     """Ranks that the model is sharded over, all on one node. ``draft_tensor_parallel_size`` is the same key."""
 
     prefill_chunk_tokens: int = Field(128, ge=1)
-    """Prompt tokens that the drafter runs between two rounds. It bounds how long a prefill delays a proposal. Default
+    """Prompt tokens that the drafter processes between two rounds. Bounds how long a prefill delays a proposal. Default
     on GPU: 1024."""
 
     draft_vocab_size: int | None = Field(None, ge=0)
@@ -311,14 +313,14 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     is at least twice as large, else all; with several ranks all. Default on GPU: 0."""
 
     max_draft_rows: int = Field(128, ge=1, le=4096)
-    """Most rows in one step of the drafter: sequences that are drafted for, and their side branches."""
+    """Maximum rows in one step of the drafter: sequences and their side branches."""
 
     beside: list[Literal["ngram", "suffix"]] = Field(default_factory=list)
-    """Look-ups that draft too, by their methods' defaults: each round's drafts are those of the model or of a look-up,
-    whichever earns most by what has been accepted ([methods.md](methods.md#several-drafters))."""
+    """Look-ups that draft beside the model with default settings. Each round uses the drafter with the highest expected
+    speed ([methods.md](methods.md#look-ups-beside-a-model))."""
 
     learn: LearningConfig | None = None
-    """A mapping: train it on the answers it drafts for, while it serves; keys below, under «drafter.learn»."""
+    """Trains the draft model while it serves: a mapping with the keys under drafter.learn."""
 
     @property
     def remembers_answers(self) -> bool:
@@ -349,7 +351,7 @@ class LookupConfig(ActorConfig):
 
 
 class NgramConfig(LookupConfig):
-    """Prompt lookup, no model: it proposes what followed the last occurrence of the current n-gram."""
+    """Prompt look-up without a model: proposes what followed the last occurrence of the current n-gram."""
 
     method: Literal["ngram"]
     """``ngram``."""
@@ -358,7 +360,7 @@ class NgramConfig(LookupConfig):
     """Shortest n-gram that counts as a match."""
 
     prompt_lookup_max: int = Field(4, ge=1)
-    """Longest n-gram looked for. Longer matches win."""
+    """Longest n-gram that is looked up. Longer matches win."""
 
     @model_validator(mode="after")
     def _range(self) -> NgramConfig:
@@ -369,23 +371,23 @@ class NgramConfig(LookupConfig):
 
 
 class SuffixConfig(LookupConfig):
-    """Suffix decoding, no model: it proposes what followed the longest matching ends of the text, in the request itself
-    and in the answers that all replicas gave lately. Keys are vLLM's."""
+    """Suffix decoding without a model: proposes what followed the longest matching suffixes of the text, in the request
+    and in recent answers of all replicas. Keys are vLLM's."""
 
     method: Literal["suffix"]
     """``suffix``."""
 
     suffix_decoding_max_tree_depth: int = Field(24, ge=2, le=256)
-    """Most tokens of match and draft together."""
+    """Maximum tokens of match and draft together."""
 
     suffix_decoding_max_cached_requests: int = Field(10000, ge=0)
-    """Answers that are remembered for other requests, first in, first out. 0: none."""
+    """Answers remembered for other requests, first in, first out. 0: none."""
 
     suffix_decoding_max_spec_factor: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """Tokens drafted at most for each token that matches."""
+    """Maximum drafted tokens per matching token."""
 
     suffix_decoding_min_token_prob: float = Field(0.1, ge=0, le=1, allow_inf_nan=False)
-    """Drafting stops where the estimated probability of the draft so far falls below this."""
+    """Drafting stops when the estimated probability of the draft falls below this."""
 
     @property
     def remembers_answers(self) -> bool:
@@ -394,7 +396,7 @@ class SuffixConfig(LookupConfig):
 
 class CoLocatedConfig(Section):
     """Drafting inside the target's engine, on its ranks and in its KV cache. The section is vLLM's
-    ``speculative_config``: its keys reach vLLM as written, and vLLM checks them."""
+    ``speculative_config``: keys reach vLLM unchanged, and vLLM checks them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -405,7 +407,7 @@ class CoLocatedConfig(Section):
     """vLLM's name of the method: ``eagle3``, ``mtp``, ``medusa``, ``dflash``, ``draft_model``, …"""
 
     model: str | None = Field(None, min_length=1)
-    """Checkpoint of the draft model or heads, directory or hub id, where the method has one."""
+    """Checkpoint of the draft model or heads, directory or hub id, if the method has one."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -476,28 +478,28 @@ def _refusal_of(section: Mapping[str, Any]) -> str | None:
 
 
 class SpeculationConfig(Section):
-    """How much is drafted, and how it is verified."""
+    """How many tokens are drafted, and how they are verified."""
 
     num_speculative_tokens: int = Field(4, ge=1, le=MAX_SPECULATIVE_TOKENS)
-    """K: most tokens drafted a round. A request may ask for fewer, or none. Without ``drafter`` nothing is drafted."""
+    """K: maximum draft tokens per round. A request may ask for fewer, or none."""
 
     verification: Literal["rejection", "block", "coupled"] = "rejection"
-    """How drafts of sampled requests are verified; every way is exact ([exactness.md](exactness.md)). ``coupled`` ships
-    token ids only and gives the same tokens whatever the drafter did; requests with a seed or structured output use it
-    by default. Temperature 0 is greedy in any case."""
+    """How drafts of sampled requests are verified; every mode is exact ([exactness.md](exactness.md)). ``coupled``
+    sends token ids only and gives the same tokens whatever the drafter does; requests with a seed or structured output
+    use it by default. Temperature 0 is always greedy."""
 
     draft_top_n: int = Field(64, ge=0, le=MAX_DRAFT_TOP_N)
-    """rejection, block: likeliest tokens that the drafter samples from and ships with probabilities, per position. 0:
-    greedy drafts, nothing but ids travels."""
+    """rejection, block: number of likeliest tokens that the drafter samples from and sends with probabilities, per
+    position. 0: greedy drafts, ids only."""
 
     adaptive: bool = True
-    """Choose 0 to K tokens for each request and round, from measured acceptance and step times; false: always K."""
+    """Choose 0 to K tokens per request and round from measured acceptance and step times; false: always K."""
 
     draft_ahead: bool = True
     """Draft the next round while the target verifies this one."""
 
     max_side_branches: int = Field(12, ge=0, le=64)
-    """draft_ahead: side branches a request, for outcomes other than the main line's. Bounds the drafter's memory."""
+    """draft_ahead: side branches per request, for outcomes other than the main line's. Bounds the drafter's memory."""
 
 
 class LinkConfig(Section):
@@ -531,7 +533,7 @@ class LinkConfig(Section):
 
 
 class GatewayTls(Section):
-    """TLS of the gateway's listeners. Files are read again when they change."""
+    """TLS of the gateway's listeners. Changed files are read again."""
 
     certificate: FilePath
     """Certificate (PEM), with its chain."""
@@ -540,11 +542,11 @@ class GatewayTls(Section):
     """Private key (PEM, without a passphrase) of the certificate."""
 
     client_ca: FilePath | None = None
-    """Authorities (PEM) of which clients must show a certificate. Default: clients need none."""
+    """Authorities (PEM); clients must show a certificate of one of them. Default: no client certificates."""
 
 
 class GatewayConfig(Section):
-    """HAProxy in front of Serve's HTTP and gRPC proxies ([gateway.md](gateway.md))."""
+    """HAProxy in front of Serve's HTTP and gRPC proxies ([deployment.md](deployment.md#gateway))."""
 
     host: str = Field("127.0.0.1", pattern=r"^[A-Za-z0-9_.:-]+$")
     """Address on which the gateway listens. ``0.0.0.0`` or ``::``: every interface."""
@@ -559,58 +561,58 @@ class GatewayConfig(Section):
     """Certificate, key and client authorities of every listener. Default: plain text."""
 
     keys_file: FilePath | None = None
-    """File of API keys' hashes, as ``outrider keys new`` writes it. Every call but health probes then needs a key.
-    None: no key is needed."""
+    """File of API keys' hashes, written by ``outrider keys new``. Every call except health probes then needs a key.
+    Default: no key is needed."""
 
     requests_per_minute: int | None = Field(None, ge=1, le=1_000_000)
-    """Most requests a minute of one API key, or of one address without keys. A key's own ``requests_per_minute`` goes
-    before. Health, status and aborts do not count. Default: no limit."""
+    """Maximum requests per minute of one API key, or of one address without keys. A key's own ``requests_per_minute``
+    has precedence. Health, status and aborts do not count. Default: no limit."""
 
     max_connections_per_address: int = Field(200, ge=1, le=1_000_000)
-    """Most connections from one address to all listeners together. An IPv6 network of 64 bits counts as one."""
+    """Maximum connections of one address to all listeners. An IPv6 /64 network counts as one address."""
 
     max_body_bytes: int = Field(8 * 2**20, ge=1024, le=2**31 - 1)
-    """Longest HTTP request body, and longest gRPC message. Longer ones get 413 or RESOURCE_EXHAUSTED; bodies without a
+    """Maximum size of an HTTP body or gRPC message. Longer ones get 413 or RESOURCE_EXHAUSTED; bodies without a
     Content-Length get 411."""
 
     header_timeout_s: float = Field(10.0, gt=0, le=3600)
-    """Within how many seconds the headers of a request, and the first 32 KiB of its body, must arrive."""
+    """Seconds within which a request's headers and the first 32 KiB of its body must arrive."""
 
     idle_timeout_s: float = Field(300.0, gt=0, le=86_400)
-    """After how many seconds a connection without a request is closed, and, up to 60 s, one whose TLS handshake is not
-    done or whose client reads nothing of what waits for it. A client that waits for an answer is not idle."""
+    """Seconds after which a connection without a request is closed. At most 60 s apply to TLS handshakes and to clients
+    that do not read. A client that waits for an answer is not idle."""
 
     admin_port: int | None = Field(None, ge=0, le=65535)
-    """Port of ``/metrics``, ``/outrider/v1/status`` and HAProxy's own ``/haproxy/metrics`` and ``/stats``. Default: the
-    first two are on ``http_port``, the others nowhere. 0: any free one."""
+    """Port of ``/metrics``, ``/outrider/v1/status`` and HAProxy's ``/haproxy/metrics`` and ``/stats``. Default: the
+    first two are on ``http_port``. 0: any free port."""
 
 
 class AutoscalingConfig(Bounds):
-    """This section scales target replicas to what the load needs ([autoscaling.md](autoscaling.md))."""
+    """Scales target replicas with the load ([deployment.md](deployment.md#autoscaling))."""
 
     min: int = Field(1, ge=1, le=1024)
-    """Least number of replicas, at least 1: without any, requests would wait for as long as a model takes to load."""
+    """Minimum number of replicas, at least 1, since a model takes long to load."""
 
     max: int = Field(ge=1, le=1024)
-    """Greatest number of replicas."""
+    """Maximum number of replicas."""
 
     target_queue_s: float = Field(5.0, gt=0, le=3600)
-    """Longest time that requests may wait for an engine before replicas are added. Computed as the waiting tokens,
-    prompts and expected answers, divided by the measured tokens per second of all replicas."""
+    """Longest time that requests may wait for an engine before replicas are added: waiting tokens, prompts and expected
+    answers, divided by the tokens per second of all replicas."""
 
     target_round_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Target median step time in milliseconds. When exceeded, replicas are added, as long as there are more requests
-    than replicas. Default: no limit."""
+    """Target median step time in milliseconds. When exceeded, the autoscaler adds replicas, at most one per request.
+    Default: no limit."""
 
     target_kv_usage: float = Field(0.9, gt=0, le=1)
     """Mean KV cache usage above which replicas are added while requests wait."""
 
     downscale_delay_s: float = Field(300.0, ge=0, le=86_400)
-    """How long one replica fewer must be enough, without a break, before one is stopped."""
+    """Time for which one replica fewer must be enough before one is stopped."""
 
 
 class ServingConfig(Section):
-    """Replicas, ports, queues, limits of a request, and what is watched."""
+    """Replicas, ports, queues, limits per request, and monitoring."""
 
     served_model_name: str | None = None
     """Name that clients may put in ``model``. Default: the last part of ``target.model``."""
@@ -619,21 +621,21 @@ class ServingConfig(Section):
     """Name of the Serve application and of its registry."""
 
     num_replicas: int = Field(1, ge=1)
-    """Target replicas. For a number that follows the load: ``autoscaling``."""
+    """Number of target replicas."""
 
     autoscaling: AutoscalingConfig | None = None
-    """Target replicas as the load takes them, between two numbers: ``{min: 1, max: 4}``, and what is under
-    «serving.autoscaling». Default: ``num_replicas``."""
+    """Scales target replicas with the load, e.g. ``{min: 1, max: 4}``; replaces ``num_replicas``. Keys under
+    serving.autoscaling."""
 
     num_ingresses: int = Field(1, ge=1, le=16)
-    """Ingress processes behind Serve's proxies, spread over the nodes. Each has its part of ``max_ongoing_requests``
-    and ``max_queued_requests``, rounded up. One that is lost takes only its own answers with it."""
+    """Ingress processes behind Serve's proxies, spread over the nodes. They divide ``max_ongoing_requests`` and
+    ``max_queued_requests``, rounded up. Losing one loses only its own requests."""
 
     gateway: Annotated[
         Annotated[GatewayConfig, Tag("gateway_on")] | Annotated[Literal["off"], Tag("gateway_off")],
         Discriminator(lambda value: "gateway_off" if value in ("off", False) else "gateway_on"),
     ] = GatewayConfig()
-    """HAProxy in front of Serve's proxies: ports, TLS, keys, rates and sizes; [gateway.md](gateway.md). ``off``:
+    """HAProxy in front of Serve's proxies: ports, TLS, keys, rates and sizes. Keys under serving.gateway. ``off``:
     clients connect to Serve's own proxies."""
 
     host: str = Field("127.0.0.1", min_length=1)
@@ -648,55 +650,57 @@ class ServingConfig(Section):
     api_key: str | None = Field(
         default_factory=lambda: os.environ.get("VLLM_API_KEY") or None, min_length=1, exclude=True, repr=False
     )
-    """One key that all callers send, as ``Authorization: Bearer KEY``. It guards every HTTP path but probes and the
-    page's files, and every gRPC method but health. Default: the environment variable VLLM_API_KEY, else none."""
+    """One key that all clients send, as ``Authorization: Bearer KEY``. Guards every HTTP path except probes and the
+    page's files, and every gRPC method except health. Default: the environment variable VLLM_API_KEY, else none."""
 
     allowed_origins: list[str] = Field([], max_length=64)
     """Origins whose web pages may use this server (CORS), e.g. ``https://chat.example.com``; ``*``: any."""
 
     drain_s: float = Field(120.0, ge=0, le=86_400)
-    """How long running answers may go on when the server, or a replica, is taken down. New ones are refused meanwhile;
-    what is left then is cut."""
+    """Time for running answers to finish when the server or a replica is taken down. New requests are refused
+    meanwhile; answers that remain are cut."""
 
     surge: bool | None = None
-    """Whether a deploy that changes something has each new replica ready before an old one ends, which takes room for
-    one more meanwhile. False: an old one ends first. Default: true where the nodes have the room."""
+    """Whether a deploy starts each new replica before it stops an old one, which needs room for one more. Default: true
+    if the nodes have the room."""
 
     max_ongoing_requests: int = Field(64, ge=1)
-    """Requests that a replica holds at once; its scheduler batches max_num_seqs of them. Default on GPU: 256."""
+    """Maximum requests of a replica, running and waiting; its scheduler batches max_num_seqs of them. Default on GPU:
+    256."""
 
     max_queued_requests: int = Field(256, ge=1)
-    """Requests waiting beyond this are refused at once with RESOURCE_EXHAUSTED (HTTP 429)."""
+    """Maximum waiting requests. Further ones are refused with RESOURCE_EXHAUSTED (HTTP 429)."""
 
     default_timeout_s: float = Field(3600.0, gt=0, le=604800)
-    """Deadline of a generation whose client sets none, in seconds."""
+    """Deadline in seconds of a generation whose client sets none."""
 
     greatest_timeout_s: float = Field(86400.0, gt=0, le=604800)
-    """Longest deadline that a client may set, in seconds."""
+    """Longest deadline in seconds that a client may set."""
 
     default_max_tokens: int | None = Field(None, ge=1)
     """Longest answer of a generation whose client sets no max_tokens. Default: what max_model_len leaves."""
 
     greatest_max_tokens: int | None = Field(None, ge=1)
-    """Largest max_tokens that a client may set. Default: what max_model_len leaves."""
+    """Largest ``max_tokens`` that a client may set. Default: what max_model_len leaves."""
 
     tenant_isolation: bool = False
-    """Whether prefix cache and suffix memory are separate for each caller: for each API key, or for each source address
-    without keys. ``cached_tokens`` is reported only then, since it tells what others have asked."""
+    """Separates prefix cache and suffix memory per client: per API key, or per source address without keys.
+    ``cached_tokens`` is reported only then, since it reveals what others have asked."""
 
     structured_output: Literal["off", "json", "all"] = "all"
-    """Constraints that requests may have. ``off``: none; ``json``: JSON schemas, JSON objects, choices and what tools
-    need; ``all``: regexes, grammars and structural tags as well."""
+    """Constraints that requests may have. ``off``: none; ``json``: JSON schemas, JSON objects, choices and tools;
+    ``all``: also regexes, grammars and structural tags."""
 
     step_watchdog_s: float = Field(30.0, ge=1, allow_inf_nan=False)
-    """A replica whose engine has requests and ends no step for so long, and 20 times the usual step, is replaced."""
+    """A replica is replaced if its engine has requests and ends no step for this long and for 20 times the usual
+    step."""
 
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
-    """OpenTelemetry collector that gets a span a request and round, and vLLM's own, e.g. ``http://localhost:4317``
-    (OTLP over gRPC). Default: nothing is traced. OpenTelemetry's own variables, such as OTEL_TRACES_SAMPLER, apply."""
+    """OpenTelemetry collector for traces, e.g. ``http://localhost:4317`` (OTLP over gRPC). OpenTelemetry's own
+    variables, such as OTEL_TRACES_SAMPLER, apply. Default: no traces."""
 
     log_format: Literal["text", "json"] = "text"
-    """json: one object a line, with the request's id on every line about a request."""
+    """json: one object per line, with the request's id on every line about a request."""
 
     @model_validator(mode="after")
     def _belong_together(self) -> ServingConfig:
@@ -743,8 +747,8 @@ class ServingConfig(Section):
 
 
 class OpenAIConfig(Section):
-    """OpenAI's HTTP endpoints. Further keys are the arguments of ``vllm serve`` for its OpenAI server, under vLLM's
-    names, e.g. ``enable_prompt_tokens_details: true``."""
+    """OpenAI's HTTP endpoints. Further keys are arguments of ``vllm serve`` for its OpenAI server, e.g.
+    ``enable_prompt_tokens_details: true``."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -752,12 +756,12 @@ class OpenAIConfig(Section):
     """File with a Jinja template for chats, or the template itself. Default: the tokenizer's own."""
 
     tool_call_parser: str | None = Field("auto", min_length=1)
-    """vLLM's name of the format in which the model calls tools, e.g. ``hermes``. auto: that of the model's family,
-    where its chat template leaves no doubt. Null: requests with ``tools`` are refused."""
+    """vLLM's tool call parser, e.g. ``hermes``. auto: that of the model's family, if its chat template is unambiguous.
+    null: requests with ``tools`` are refused."""
 
     reasoning_parser: str | None = Field("auto", min_length=1)
-    """vLLM's name of the format in which the model marks its reasoning, e.g. ``qwen3``. Grammars then hold for the
-    answer only. auto: that of the model's family. Null: reasoning is part of the answer."""
+    """vLLM's reasoning parser, e.g. ``qwen3``. Grammars then apply to the answer only. auto: that of the model's
+    family. null: reasoning is part of the answer."""
 
     @model_validator(mode="after")
     def _are_not_of_the_socket(self) -> OpenAIConfig:

@@ -1,7 +1,7 @@
 """Checks that Ray is protected by its token. No Ray here.
 
 A client of any of Ray's ports can run code: GCS, raylets and workers take tasks, and Serve's replicas unpickle what
-their callers send. Ray listens on every interface of its node. See docs/security.md.
+their callers send. Ray listens on every interface of its node. See docs/operations.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def secured(environment: Mapping[str, str], address: str | None) -> Iterator[str
         yield (
             f"WARNING: {where} is used WITHOUT A TOKEN: any client of its ports, or of Serve's replicas, runs "
             f"code as this user. Unset {AUTH_MODE} or set it to token, on every node, or let nobody reach these ports "
-            "(docs/security.md)"
+            "(docs/operations.md)"
         )
     path = Path(environment.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
     if environment.get(TOKEN) or not path.exists() or not path.stat().st_mode & _OTHERS:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from outrider.cluster.engine_args import REFUSED
 PATH = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 _HEAD = """# Configuration
+
+For operators who write a configuration file. The page lists every key and its default.
 
 ```yaml
 target:
@@ -43,16 +45,11 @@ engine is made. Outrider refuses these by name:
 
 @REFUSED
 
-Pictures need `target.engine_args: {limit_mm_per_prompt: {image: 2}}`. Nothing is fetched from the network unless
-`allowed_media_domains` names the host ([pictures.md](pictures.md)). Adapters are listed in `target.lora_modules`;
-`max_loras` and `max_lora_rank` are engine arguments ([lora.md](lora.md)).
+Pictures need `target.engine_args: {limit_mm_per_prompt: {image: 2}}` ([apis.md](apis.md#pictures)). vLLM's
+`speculative_config` becomes the `drafter` section unchanged ([methods.md](methods.md#keys)). Arguments of `vllm serve`
+for its OpenAI server go into the `openai` section.
 
-**A `speculative_config` of vLLM's** becomes the `drafter` section as it is. With `placement: co_located` it reaches
-vLLM as written, and vLLM drafts in the target's engine. Without that key the methods `draft_model`, `ngram` and
-`suffix` run in a drafter actor. `num_speculative_tokens` may stand in the `drafter` section. Which method fits which
-model: [methods.md](methods.md).
-
-**Arguments of `vllm serve` for its OpenAI server** go into the `openai` section as they are.
+A section leaves out keys that an earlier section explains, and names them above its table.
 
 This page is written from the code (`python -m tests.config_page`).
 """
@@ -78,9 +75,19 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 
 def render() -> str:
     parts = [_HEAD.replace("@REFUSED", _refused())]
+    explained: dict[str, str] = {}
     for name, model in _SECTIONS.items():
         about = _in_a_line(model.__doc__)
-        parts.append(f"## {name}\n\n{about}\n\n| key | default | |\n|---|---|---|\n" + "".join(_rows(model)))
+        rows = [(key, _row(key, field)) for key, field in model.model_fields.items()]
+        repeated: dict[str, list[str]] = {}
+        for key, row in rows:
+            if row in explained:
+                repeated.setdefault(explained[row], []).append(f"`{key}`")
+        for section, keys in repeated.items():
+            about += f"\n\nKeys as under [{section}](#{_anchor(section)}): {', '.join(keys)}."
+        new = [row for _, row in rows if row not in explained]
+        explained |= dict.fromkeys(new, name)
+        parts.append(f"## {name}\n\n{about}\n\n| key | default | |\n|---|---|---|\n" + "".join(new))
     return "\n".join(parts)
 
 
@@ -92,9 +99,13 @@ def _refused() -> str:
     return "\n".join(["| argument | |", "|---|---|", *rows])
 
 
-def _rows(model: type[BaseModel]) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield f"| `{name}` | {_default(field)} | {_in_a_line(field.description)} |\n"
+def _row(name: str, field: FieldInfo) -> str:
+    return f"| `{name}` | {_default(field)} | {_in_a_line(field.description)} |\n"
+
+
+def _anchor(section: str) -> str:
+    """Returns the fragment by which GitHub links to a heading."""
+    return re.sub(r"[^\w -]", "", section.lower()).replace(" ", "-")
 
 
 def _in_a_line(text: str | None) -> str:
@@ -113,6 +124,8 @@ def _default(field: FieldInfo) -> str:
         return f"`{str(value).lower()}`"
     if value in ((), []):
         return "`[]`"
+    if isinstance(value, BaseModel):
+        return "on"
     return f"`{value}`"
 
 

@@ -1,7 +1,7 @@
 """Lists the metrics of a replica: name, help and label of each, and where its value is in what processes report.
 
 vLLM's own metrics (``vllm:*``) come from vLLM's registry, the ingress' are in metrics.py. Times are in seconds, shares
-are ratios from 0 to 1. docs/observability.md says what the labels' values mean.
+are ratios from 0 to 1. docs/operations.md says what the labels' values mean.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decides how many target replicas the load needs.
 
 Serve's controller calls it (``serve_adapter.autoscaling``), and applies the delays and limits.
-docs/autoscaling.md has the rules.
+docs/deployment.md has the rules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import fmean, median
 from outrider.cluster.config import AutoscalingConfig
 
 REASONS = ("steady", "queue", "kv", "round", "idle", "loading", "no_data")
-"""Why a number of replicas is desired (docs/autoscaling.md)."""
+"""Why a number of replicas is desired (docs/deployment.md)."""
 
 WORK_OFF_S = 60.0
 """In which new replicas, besides what arrives, are to do the work that waits: about as long as they take to load."""

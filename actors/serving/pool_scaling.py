@@ -15,7 +15,7 @@ from outrider.cluster.config import PoolScalingConfig
 from outrider.cluster.drafter_registry import Work
 
 POOL_REASONS = ("targets", "gain", "idle", "probe", "no_data")
-"""Why a number of drafters is desired (docs/pool.md)."""
+"""Why a number of drafters is desired (docs/deployment.md)."""
 
 PROBE_S = 900.0
 """How often a drafter is started to measure its gain, while requests run and none pays."""

@@ -8,7 +8,7 @@
 A is this tree as it is by default (or with --a). Against it stand: a server without each of the parts named, one with
 --b, and one of --old-tree, by the command in its own .venv; models, load and clock are this tree's on all. The servers
 of a cell stay up, and only the load goes from one to the next, A B C A B C ...; a ratio is A's speed over the other's,
-with its 95% interval over the turns. Models take their time on emulated devices, see docs/emulation.md.
+with its 95% interval over the turns. Models take their time on emulated devices, see docs/performance.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m tests.bench.autoscaling_simulated``: what the policy makes of simulated load, for docs/autoscaling.md.
+"""``python -m tests.bench.autoscaling_simulated``: what the policy makes of simulated load, for docs/deployment.md.
 
 It takes seconds, and prints the same each time.
 """

@@ -2,7 +2,7 @@
 
     python -m tests.bench.emulated_speed --profile 70b-8b --batches 1,8,32 --out result.json
 
-Both models take their time on emulated devices, see docs/emulation.md; scheduling, messages, verification and
+Both models take their time on emulated devices, see docs/performance.md; scheduling, messages, verification and
 bookkeeping are real, and run on this machine's cores. ``--dilation 4`` makes all emulated times four times as long and
 reports speeds and times as if they were not: the same accelerators beside a host four times as fast.
 """

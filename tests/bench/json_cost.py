@@ -3,7 +3,7 @@
     python -m tests.bench.json_cost --profile 70b-8b --dilation 4 --streams 1,7 --pairs 8
 
 Streams without constraints are asked beside one more of their own kind and beside one whose answer follows a schema, in
-turns; a turn's speed is the sum of theirs, without the one beside them. Both models are emulated (docs/emulation.md);
+turns; a turn's speed is the sum of theirs, without the one beside them. Both models are emulated (docs/performance.md);
 the schema's masks, and the rounds whose choice waits for them, are real.
 """
 

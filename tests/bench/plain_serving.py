@@ -2,7 +2,7 @@
 
     python -m tests.bench.plain_serving --profile 32b-0.6b --dilation 4 --concurrency 1,8,32 --pairs 8
 
-The target is emulated (docs/emulation.md), so that what is left is serving: a step takes a data centre's time, and
+The target is emulated (docs/performance.md), so that what is left is serving: a step takes a data centre's time, and
 whoever has the next one late has work of its own on its path. Both schedule asynchronously. Answers are streamed; a
 turn's speed is the sum of its streams' own, each from its first chunk to its last.
 """

@@ -5,7 +5,7 @@
 The drafter's own policy (`DraftModelProposer`) and the targets' own (`LengthController`) play against each other on a
 clock of the simulation's own, with an emulated pair's step times and text. What is not there: vLLM, Ray, the link, and
 with them all host work but a fixed time for each round and each draft step. `tests.bench.emulated_speed` has those;
-docs/emulation.md holds the two against each other.
+docs/performance.md holds the two against each other.
 
 The rivals are arithmetic: a drafter in-process adds its steps to the target's, and has no other overhead.
 """

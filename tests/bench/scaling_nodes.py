@@ -1,4 +1,4 @@
-"""Targets, drafters and nodes that follow the load, with Ray's own autoscaler: the figure of docs/autoscaling.md.
+"""Targets, drafters and nodes that follow the load, with Ray's own autoscaler: the figure of docs/deployment.md.
 
     python -m tests.bench.scaling_nodes --out scaling
 

@@ -34,7 +34,7 @@ K = 4
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds. The defaults: a 70B target in bfloat16 on four GPUs and an 8B drafter (docs/emulation.md)."""
+    """Seconds. The defaults: a 70B target in bfloat16 on four GPUs and an 8B drafter (docs/performance.md)."""
 
     target_s: float = 0.0242
     draft_s: float = 0.006

@@ -1,4 +1,4 @@
 """Models that take a data centre's time instead of computing, for measuring orchestration on a small machine.
 
-See docs/emulation.md for what is real here and what is not.
+See docs/performance.md for what is real here and what is not.
 """

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/outrider.json").read_text())
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 RULES = yaml.safe_load((ROOT / "deploy/grafana/alerts.yaml").read_text())["groups"][0]["rules"]
-PAGE, RUNBOOK = ((ROOT / "docs" / name).read_text() for name in ("observability.md", "runbook.md"))
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+RUNBOOK = PAGE.split("\n## Runbook\n")[1].split("\n## ")[0]
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +61,13 @@ def test_every_metric_is_on_the_page_with_its_type():
 
 
 def test_each_alert_has_its_entry_in_the_runbook_which_names_metrics_that_exist():
-    entries = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.M | re.S))
+    entries = dict(re.findall(r"^### (\w+)\n(.*?)(?=^### |\Z)", RUNBOOK, re.M | re.S))
     assert list(entries) == [rule["alert"] for rule in RULES]
     for rule in RULES:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"].endswith(".")
-        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/operations.md#{rule['alert'].lower()}"
         assert re.findall(r"^\*\*(\w+):\*\*", entries[rule["alert"]], re.M) == ["Means", "Look", "Do"]
     assert set(re.findall(r"`(outrider:\w+)`", RUNBOOK)) <= set(KINDS)
 
@@ -75,5 +76,5 @@ def test_what_is_no_fault_is_no_alarm():
     expressions = {rule["alert"]: rule["expr"] for rule in RULES}
     # A pool that follows the load may have no drafter to link to.
     assert expressions["OutriderLinkDown"].endswith('{state="up"} == 0 and on () (sum(outrider:drafter_up) > 0)')
-    # On Kubernetes all pods are scraped, and those answer that have an ingress (docs/kubernetes.md).
+    # On Kubernetes all pods are scraped, and those answer that have an ingress (docs/deployment.md).
     assert expressions["OutriderNoMetrics"] == 'absent(up{job="outrider"} == 1)'

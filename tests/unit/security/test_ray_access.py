@@ -24,7 +24,7 @@ def test_the_dashboard_of_a_cluster_of_its_own_is_asked_for_on_this_machine_alon
 def test_a_cluster_without_a_token_is_told_loudly(mode: str | None, address: str | None) -> None:
     environment = {} if mode is None else {"RAY_AUTH_MODE": mode}
     (warning,) = ray_access.secured({**environment, "RAY_AUTH_TOKEN": "t"}, address)
-    for word in ("WITHOUT A TOKEN", "runs code", "RAY_AUTH_MODE", address or "every interface", "docs/security.md"):
+    for word in ("WITHOUT A TOKEN", "runs code", "RAY_AUTH_MODE", address or "every interface", "docs/operations.md"):
         assert word in warning
 
 

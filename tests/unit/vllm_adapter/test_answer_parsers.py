@@ -35,7 +35,7 @@ def test_every_name_is_one_of_vllms():
 
 
 def test_every_name_is_in_the_documentation():
-    page = (Path(__file__).parents[3] / "docs" / "openai.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "apis.md").read_text()
     missing = {f.parser for f in (*TOOL_CALL_FAMILIES, *REASONING_FAMILIES) if f"`{f.parser}`" not in page}
     assert missing == set()
 
