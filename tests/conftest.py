@@ -1,5 +1,7 @@
-"""What every test gets: no call to a model hub, no usage report, Outrider's home in a directory of its own, and, for
-those that ask by name, a deployment that is shared with every other test that asks for it."""
+"""Keeps every test from calling a model hub and from usage reports, and shares deployments between tests.
+
+A test asks for a deployment by the fixture of its name, or by indirect parametrization of ``deployment``.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.threads import one_thread  # noqa: F401
+from tests.support.threads import one_thread  # noqa: F401
 
 if TYPE_CHECKING:
-    from tests.serving import Deployment, Deployments, Models
+    from tests.support.cluster.serving import Deployment, Deployments, Models
 
 # Set before anything imports Ray, vLLM or the hub's client, which read them once.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -31,7 +33,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture
 def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty OUTRIDER_HOME: no model is fetched."""
+    """Set OUTRIDER_HOME to an empty directory: no model is fetched."""
     home = tmp_path / "home"
     monkeypatch.setenv("OUTRIDER_HOME", str(home))
     return home
@@ -50,7 +52,6 @@ DEPLOYMENTS = {
     "target_tp2": "A target of two ranks, a drafter of one.",
     "drafter_tp2": "A target of one rank, a drafter of two.",
     "pool": "Two targets that share two draft models.",
-    "lookup_pool": "A target and a pool of two look-up drafters, which load within a second.",
     "adapters": "A target with three adapters, and room for one more, and a draft model with one of these.",
     "adapters_tp2": "A target of two ranks with three adapters, whose steps follow each other, and a suffix drafter.",
     "stages": "A target of two pipeline stages with two ranks each and little KV cache, a drafter of one rank.",
@@ -61,27 +62,23 @@ DEPLOYMENTS = {
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
 FOLDERS = ("ingress", "page")
-"""Of tests that run together, like those of a file."""
+"""Folders whose tests run together, like those of a file."""
 
 FIRST_HALF = {
     "pair", "small_kv", "co_located", "no_drafter", "wide_target", "wide_drafter", "test_drain", "test_draft_engine",
     "pool", "adapters", "adapters_tp2", "test_rolling_deploy", "test_nodes", "test_full_disk",
     "test_wire", "test_wire_to_target", "test_distill",
 }  # fmt: skip
-"""What `--half 1` runs of tests with an engine or a cluster: deployments, files, folders. The rest takes as long, in
-either command."""
+"""Deployments, files and folders that `--half 1` runs. The others take as long, in `make test` and `make test-all`."""
+
+IN_EVERY_RUN = {"pair", "ngram_pair"}
+"""Deployments whose tests are not all exhaustive: each of the others takes a minute to start."""
 
 IN_FULL_RUNS_ONLY = {
-    "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target", "pool", "lookup_pool",
-    "adapters", "adapters_tp2", "stages", "several", "pictures", "pictures_mrope", "test_bench_load",
-    "test_block_copies", "test_chaos", "test_co_located", "test_connection_limits", "test_device_faults",
-    "test_device_steps",
-    "test_distill", "test_draft_engine", "test_draft_graphs", "test_draft_models", "test_drain", "test_gpu_folder",
-    "test_hanging_drafter", "test_model_drafter", "test_openai_responses", "test_own_gpus", "test_pictures",
-    "test_served_distribution", "test_target_sampler", "test_tenants", "test_tls", "test_vllm_bench",
+    "test_bench_load", "test_block_copies", "test_device_faults", "test_device_steps", "test_draft_models",
+    "test_gpu_folder",
 }  # fmt: skip
-"""Deployments and files that take half a minute or more for few tests, whose gist other tests have: all of them are
-marked exhaustive."""
+"""Files of unit tests that take half a minute or more, whose gist other tests have: they are marked exhaustive."""
 
 MOST_TIES = 8
 """Differences from the references that may be put down to rounding, over a whole session."""
@@ -93,44 +90,49 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of one deployment run together, after those with no part in the cluster: some of these start one of their
-    own, which one process could not beside the other."""
+    """Run tests of one deployment together, after those that do not use the shared cluster.
+
+    Some of the latter start a cluster of their own, which one process cannot do beside another.
+    """
 
     def fixtures(item: pytest.Item) -> tuple[str, ...]:
         return getattr(item, "fixturenames", ())
 
-    def room(item: pytest.Item) -> str:
-        """A deployment, a folder or a file."""
+    def group(item: pytest.Item) -> str:
+        """Return the deployment, the folder or the file whose tests run together."""
         folder = item.path.parent.name
         of_none = folder if folder in FOLDERS else item.path.stem
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if (named := params.get("deployment")) in DEPLOYMENTS:
+            return str(named)
         return next((name for name in DEPLOYMENTS if name in fixtures(item)), of_none)
 
-    def turn(item: pytest.Item) -> int:
-        if (name := room(item)) in DEPLOYMENTS:
+    def order(item: pytest.Item) -> int:
+        if (name := group(item)) in DEPLOYMENTS:
             return 2 + list(DEPLOYMENTS).index(name)
         return int("deployments" in fixtures(item))
 
     for item in items:
-        if not IN_FULL_RUNS_ONLY.isdisjoint((room(item), item.path.stem)):
+        if item.path.stem in IN_FULL_RUNS_ONLY or group(item) in DEPLOYMENTS.keys() - IN_EVERY_RUN:
             item.add_marker("exhaustive")
     if (half := config.getoption("half")) is not None:
-        chosen = [item for item in items if (room(item) in FIRST_HALF) == (half == 1)]
+        chosen = [item for item in items if (group(item) in FIRST_HALF) == (half == 1)]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
-    items.sort(key=turn)
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Checkpoints of a tiny target and drafter."""
-    from tests.serving import build_models
+    """Build checkpoints of a tiny target and drafter."""
+    from tests.support.cluster.serving import build_models
 
     return build_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
 def deployments(models: Models, request: pytest.FixtureRequest) -> Iterator[Deployments]:
-    from tests.serving import Deployments
+    from tests.support.cluster.serving import Deployments
 
     deployments = Deployments(models, request.config.getoption("half") or 1)
     yield deployments
@@ -150,9 +152,15 @@ def _of(name: str, what: str) -> Any:
 globals().update({name: _of(name, what) for name, what in DEPLOYMENTS.items()})
 
 
+@pytest.fixture
+def deployment(deployments: Deployments, request: pytest.FixtureRequest) -> Deployment:
+    """Starts the deployment of DEPLOYMENTS that the test is parametrized with, by indirect parametrization."""
+    return deployments.use(request.param)
+
+
 @pytest.fixture(scope="session")
 def plain_vllm(models: Models) -> Callable[..., list[list[int]]]:
-    """Greedy tokens of one plain vLLM engine of the target, as `plain_engine.greedy_tokens`."""
-    from tests.plain_engine import greedy_tokens
+    """Compute greedy tokens of one plain vLLM engine of the target, as `plain_engine.greedy_tokens`."""
+    from tests.support.models.plain_engine import greedy_tokens
 
     return partial(greedy_tokens, models.target)

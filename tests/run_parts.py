@@ -20,7 +20,7 @@ PARTS = {
     "unit": {"unit tests": ["tests/unit", "-n", "2", "--dist", "worksteal"]},
     "served": {"served tests, half 1": [*SERVED, "--half", "1"], "served tests, half 2": [*SERVED, "--half", "2"]},
 }
-"""By part: what runs at once."""
+"""Pytest processes that run at once, by part."""
 
 NO_TESTS = 5
 """pytest's exit status when nothing was selected."""
@@ -31,7 +31,7 @@ TAIL = 65536
 
 
 class Run:
-    """One pytest process. What it prints is read as it comes, and passed on from the time it is asked for."""
+    """Runs one pytest process, reads what it prints as it comes, and passes it on from the time it is asked for."""
 
     def __init__(self, arguments: list[str]) -> None:
         colour = ["--color=yes"] if sys.stdout.isatty() else []
@@ -44,7 +44,7 @@ class Run:
         self._reader.start()
 
     def wait(self) -> tuple[int, str]:
-        """pytest's exit status and its last line, after all that it prints."""
+        """Pass on all that pytest prints. Returns its exit status and its last line."""
         with self._lock:
             self._shown = True
             _show(self._kept)
@@ -70,7 +70,7 @@ def _show(data: bytes) -> None:
 
 
 def run(jobs: dict[str, list[str]], arguments: list[str]) -> dict[str, tuple[int, str]]:
-    """Exit status and last line of each, by name."""
+    """Run all jobs at once. Returns the exit status and the last line of each, by name."""
     runs = {name: Run([*own, *arguments]) for name, own in jobs.items()}
     return {name: each.wait() for name, each in runs.items()}
 

@@ -1,4 +1,4 @@
-"""What parts of Outrider are worth, or other trees' code: servers that carry the same load in turns.
+"""Measures what parts of Outrider are worth, or another tree's code: servers carry the same load in turns.
 
     python -m tests.bench.ablation --without lengths,side-branches --texts stated,shift,mixed --batches 1,8,32
     python -m tests.bench.ablation --without side-branches --profiles 70b-8b,32b-0.6b --out result.json

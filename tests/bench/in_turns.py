@@ -15,14 +15,14 @@ from contextlib import suppress
 
 import psutil
 
+from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.client.sync_client import OutriderClient
-from tests.bench.machine import machine
 
 TOKENS = 64
 
 
 def processor_s(server: psutil.Process) -> float:
-    """Of a server so far, with all that it has started."""
+    """Return the CPU seconds of a server so far, with all that it has started."""
     total = 0.0
     for process in [server, *server.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
@@ -51,7 +51,7 @@ def turn(client: OutriderClient, number: int, streams: int, requests: int) -> fl
 
 
 def told(what: str, pairs: list[tuple[float, float]]) -> str:
-    """Of both sides' seconds in each pair of turns."""
+    """Return the ratio of both sides' seconds over pairs of turns, in words."""
     ratios = [first / second for first, second in pairs]
     mean = statistics.fmean(ratios)
     error = 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--requests", type=int, default=2, help="of each stream in a turn")
     asked = parser.parse_args()
-    print(machine(), flush=True)
+    print(machine(()), versions(), flush=True)
     clients = [OutriderClient(address) for address in asked.addresses]
     servers = [psutil.Process(pid) for pid in asked.processes]
     for client in clients:

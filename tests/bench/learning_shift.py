@@ -27,7 +27,7 @@ from tests.bench.emulated_speed import working_directory
 from tests.bench.emulation import served
 from tests.bench.emulation.paired import ratio_of_pairs
 from tests.bench.real_pair import Turn, answer
-from tests.scrape import parse
+from tests.support.cluster.scrape import parse
 
 PREFIX = "<|im_start|>user\n"
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
@@ -35,7 +35,7 @@ WINDOW = 8
 """Turns after which it is said how it goes."""
 
 POINTS = 16
-"""Of the plot, about."""
+"""Points of the plot, about."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Pair:
     minute: float
     domain: str
     version: int
-    """That drafts when the learning side's turn is over."""
+    """The version that drafts when the learning side's turn is over."""
 
     learning: Turn
     frozen: Turn
@@ -128,7 +128,7 @@ def rounds_a_second(turns: list[Turn]) -> list[float]:
 
 
 def windows(pairs: list[Pair]) -> list[list[Pair]]:
-    """Of turns that follow one another in one domain, as many each; the last of a domain may have more."""
+    """Groups turns that follow one another in one domain, as many each; the last of a domain may have more."""
     size, found = max(len(pairs) // POINTS, 1), []
     for _, group in itertools.groupby(pairs, lambda pair: pair.domain):
         of = list(group)

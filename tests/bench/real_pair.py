@@ -41,12 +41,12 @@ class Turn:
     tokens: int
     seconds: float
     counts: dict[str, int]
-    """Of the verifier, over the turn."""
+    """The verifier's counts over the turn."""
 
     texts: list[str]
 
     drafted: list[int]
-    """Of each text."""
+    """Draft tokens for each text."""
 
     accepted: list[int]
 

@@ -27,13 +27,13 @@ import httpx
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.deploy.bench.machine import machine, versions
 from outrider.v1 import generation_pb2 as pb
-from tests.bench.machine import machine
 from tests.security import attackers as raw
 from tests.security.attackers import ELSEWHERE, POST, PREFACE, PROMPT, Caller, Drip, call, code_of, connect, data
 
 GOAL = 0.8
-"""Of the requests a second alone."""
+"""The share that must remain of the requests a second alone."""
 
 WIDE = {"type": "object", "properties": {f"p{n}": {} for n in range(4000)}}
 Attack = Callable[[Caller, tuple[int, int]], object]
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
     ports = args.http_port, args.grpc_port
-    print(machine(), flush=True)
+    print(machine(()), versions(), flush=True)
     context = multiprocessing.get_context("spawn")
     on, over = context.Event(), context.Event()
     attackers = context.Process(target=attack, args=(ports, args.key, args.only, on, over), daemon=True)

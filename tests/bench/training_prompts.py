@@ -20,13 +20,13 @@ from tests.bench.domain_prompts import DOMAINS, prompts
 
 MATHS, OF_A_DOMAIN, CODE = 4500, 400, 3000
 HEAD_CHARS = (60, 450)
-"""Of a function's head with its docstring: about 15 to 150 tokens."""
+"""Characters of a function's head with its docstring: about 15 to 150 tokens."""
 
 QUESTION_CHARS = 450
 
 
 def function_heads(library: Path) -> Iterator[str]:
-    """Of every function with a docstring: all up to and with it, with the class's line where it is a method's."""
+    """Yield the head of every function with a docstring, up to its end, with a method's class's line."""
     for file in sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py")):
         if file.parts[-2] in ("test", "tests", "site-packages", "idlelib", "lib2to3"):
             continue

@@ -1,4 +1,4 @@
-"""How fast verification is next to vLLM's rejection sampler, on the same logits and drafts.
+"""Compares the speed of verification with that of vLLM's rejection sampler, on the same logits and drafts.
 
     python -m tests.bench.verification_speed --repeats 5
 

@@ -131,7 +131,10 @@ def main() -> int:
     environment.logs.mkdir(exist_ok=True)
     environment.build_stubs()
     installed_s, model = time.monotonic() - started, environment.logs / "model"
-    build = "import sys, pathlib, tests.tiny_models as t; t.build_tiny_llama(pathlib.Path(sys.argv[1]), head_dim=64)"
+    build = (
+        "import sys, pathlib, tests.support.models.tiny_models as t;"
+        "t.build_tiny_llama(pathlib.Path(sys.argv[1]), head_dim=64)"
+    )
     subprocess.run([environment.python, "-c", build, model], cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
     stages = [stage for stage in STAGES if arguments.only in stage.name]
     rows, failures = [("installation", "ok", installed_s)], 0

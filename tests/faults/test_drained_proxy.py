@@ -14,11 +14,11 @@ import pytest
 
 from outrider.cluster.placement import available_cores
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
-from tests.hosts import LOADED_WITHIN_S, OTHER_HOST, Hosts, served_on_hosts
-from tests.pools import PROMPT, ask_registry
-from tests.serving import HANG_GUARD_S, Models, engine, wait_until
-from tests.streams import join, under_way
-from tests.wire import THERE, can_make_hosts
+from tests.support.cluster.hosts import LOADED_WITHIN_S, OTHER_HOST, Hosts, served_on_hosts
+from tests.support.cluster.pools import PROMPT, ask_registry
+from tests.support.cluster.serving import HANG_GUARD_S, Models, engine, wait_until
+from tests.support.cluster.wire import THERE, can_make_hosts
+from tests.support.load.streams import join, under_way
 
 pytestmark = [
     pytest.mark.engine,
@@ -52,7 +52,7 @@ def hosts(models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
 
 @dataclass
 class FarProxy:
-    """On the other host, as its clients see it."""
+    """Reaches the proxy of the other host, as its clients do."""
 
     hosts: Hosts
 
@@ -62,7 +62,7 @@ class FarProxy:
         self._probe = f"http://{THERE}:{serving.http_port}/-/healthz"
 
     def probe(self) -> int:
-        """What a load balancer asks. 0: nobody answers."""
+        """Return the status that a load balancer gets. 0: nobody answers."""
         try:
             with urllib.request.urlopen(self._probe, timeout=HANG_GUARD_S) as response:
                 return int(response.status)
@@ -72,7 +72,7 @@ class FarProxy:
             return 0
 
     def ask(self) -> OutriderError | None:
-        """What it says instead of an answer, which is checked."""
+        """Check an answer, or return the error that came instead."""
         try:
             answer = self.client.generate(PROMPT, temperature=0.0, max_tokens=40)
         except OutriderError as error:

@@ -18,9 +18,9 @@ import httpx
 import pytest
 
 from outrider.deploy.client.sync_client import OutriderClient
-from tests.outrider_serve import ENDS_WITHIN_S, outrider_serve
-from tests.reference import Reference
-from tests.serving import HANG_GUARD_S, Models
+from tests.support.cluster.outrider_serve import ENDS_WITHIN_S, outrider_serve
+from tests.support.cluster.serving import HANG_GUARD_S, Models
+from tests.support.models.reference import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
@@ -72,7 +72,7 @@ class Server:
 
     @contextmanager
     def full(self, path: str) -> Iterator[None]:
-        """Whatever asks for a page more meanwhile gets none. What is in it stays."""
+        """Leave no free page in the file system meanwhile. What is in it stays."""
         root = Path(f"/proc/{self.process.pid}/root{path}")
         inside, more = os.statvfs(root), root / "more"
         used = (inside.f_blocks - inside.f_bfree) * inside.f_frsize

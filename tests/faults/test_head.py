@@ -1,7 +1,7 @@
 """The machine of a cluster's head is lost for good, under load, with all that ran there: GCS, Serve's controller, a
 proxy and the registry. Another one begins at its address from the store that GCS had, which outlives it: Ray's own, in
-files that the next machine has, or a Redis. The head is on a host of its own (tests/wire.py), all else here. How GCS
-alone goes and comes back: test_nodes.py.
+files that the next machine has, or a Redis. The head is on a host of its own (support/cluster/wire.py), all else here.
+How GCS alone goes and comes back: test_nodes.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import ray
 from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
 from outrider.cluster.config import parse_config
 from outrider.deploy.ports import pick_free_port
-from tests.clusters import actor_nodes, served_on
-from tests.faulted import REPLACED_WITHIN_S, Faulted, check_all_is_well
-from tests.hosts import GIVES_NODES_UP, LOADED_WITHIN_S
-from tests.processes import PROXY, counted
-from tests.serving import HANG_GUARD_S, Deployment, Models, engine, wait_until
-from tests.wire import HERE, THERE, Host, can_make_hosts
+from tests.support.cluster.clusters import actor_nodes, served_on
+from tests.support.cluster.hosts import GIVES_NODES_UP, LOADED_WITHIN_S
+from tests.support.cluster.processes import PROXY, counted
+from tests.support.cluster.serving import HANG_GUARD_S, Deployment, Models, engine, wait_until
+from tests.support.cluster.wire import HERE, THERE, Host, can_make_hosts
+from tests.support.load.faulted import REPLACED_WITHIN_S, Faulted, check_all_is_well
 
 pytestmark = [
     pytest.mark.engine,
@@ -42,7 +42,7 @@ pytestmark = [
 
 WITHOUT_HEAD_S = 10.0
 PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "240"}
-"""Of nodes and what runs on them, for another head: 60 s by default."""
+"""How long nodes wait for another head: 60 s by default."""
 
 PORT = 6379
 BOTH = "198.18.7.0/29"
@@ -54,7 +54,7 @@ INGRESS_OPTIONS = {"num_cpus": 0, "label_selector": WORKER}
 
 @dataclass(frozen=True)
 class Store:
-    """How the head is told where GCS keeps what it knows."""
+    """Tells the head where GCS keeps its state."""
 
     environment: Mapping[str, str]
     options: Sequence[str] = ()
@@ -67,7 +67,7 @@ def rocksdb(directory: Path) -> Iterator[Store]:
 
 @contextmanager
 def redis(directory: Path) -> Iterator[Store]:
-    """As KubeRay tells a head of it (gcsFaultToleranceOptions)."""
+    """Run a Redis, and name it as KubeRay does (gcsFaultToleranceOptions)."""
     port, password = pick_free_port(), "of-the-store"
     settings = {"port": port, "bind": HERE, "requirepass": password, "appendonly": "yes", "dir": directory}
     command = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
@@ -91,7 +91,7 @@ class HostedHead:
         self._ends = ExitStack()
 
     def start(self) -> None:
-        """On a machine that has nothing of a former head's but the address."""
+        """Start a head on a machine that has nothing of a former head's but the address."""
         self._host = Host()
         self._host.__enter__()
         self._head = _ray_start(
@@ -101,7 +101,7 @@ class HostedHead:
         wait_until(lambda: _listens(THERE, PORT), HANG_GUARD_S, "a head", every_s=0.2)
 
     def lose(self) -> None:
-        """As a machine goes whose power is cut."""
+        """End the head like a machine whose power is cut."""
         self._host.__exit__(None, None, None)
         self._head.wait()
 
@@ -158,7 +158,7 @@ def addresses_of_both_hosts() -> Iterator[None]:
 
 
 def _is_served(app: Deployment) -> bool:
-    """By the proxy here, which comes with the first replica."""
+    """Return whether the proxy here serves, which comes with the first replica."""
     with suppress(OSError):
         return app.all_replicas_are_known()
     return False
@@ -178,7 +178,7 @@ class Headed:
         return {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == THERE}
 
     def on_the_head(self) -> list[str]:
-        """What is there, by the beginning of its name."""
+        """Return the actors on the head, by the beginning of their names."""
         heads = self.heads()
         return sorted(re.split("[:-]", name)[0] for name, node in actor_nodes().items() if node in heads)
 

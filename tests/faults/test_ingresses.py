@@ -1,4 +1,4 @@
-"""Two front doors behind one proxy: one is killed, and only what it was in the middle of is lost."""
+"""One of two ingresses behind a proxy is killed, and only the answers that it was in the middle of are lost."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
-from tests.pools import scraped
-from tests.processes import INGRESS, VERIFIER, processes, stopped
-from tests.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle
-from tests.streams import Stream, join, under_way
+from tests.support.cluster.pools import scraped
+from tests.support.cluster.processes import INGRESS, VERIFIER, processes, stopped
+from tests.support.cluster.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle
+from tests.support.load.streams import Stream, join, under_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -29,7 +29,7 @@ def by_ingress(pool: Deployment) -> dict[str, int]:
 
 
 def told_of(pool: Deployment) -> set[str]:
-    """Ingresses whose counts are in one scrape. What nobody has asked of one has no count there."""
+    """Return the ingresses whose counts are in one scrape. A count appears with the first request."""
     now = scraped(pool)
     return {labels["ingress"] for name in now.samples for labels, _ in now.of(name) if "ingress" in labels}
 

@@ -16,7 +16,7 @@ from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import get_or_create_registry, registry_name
-from tests.serving import Deployments, wait_until
+from tests.support.cluster.serving import Deployments, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -118,7 +118,7 @@ def next_link(links: queue.SimpleQueue[Link], what: str) -> Link:
 
 
 def hang(link: Link) -> None:
-    """What the verifier does when a drafter answers nothing."""
+    """Abort the link as the verifier does when a drafter answers nothing."""
     link.abort(f"{HANG}: no answer for 1 s")
 
 

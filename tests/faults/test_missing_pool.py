@@ -15,9 +15,9 @@ import pytest
 
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
-from tests.outrider_serve import command, outrider_serve, write_config
-from tests.reference import Reference
-from tests.serving import HANG_GUARD_S, Models, drafted, engine, num_draft_tokens, wait_until
+from tests.support.cluster.outrider_serve import command, outrider_serve, write_config
+from tests.support.cluster.serving import HANG_GUARD_S, Models, drafted, engine, num_draft_tokens, wait_until
+from tests.support.models.reference import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -68,7 +68,7 @@ def test_a_target_serves_while_the_drafter_cannot_load_and_speculates_once_it_ca
 
 @contextmanager
 def drafters_die() -> Iterator[threading.Event]:
-    """As soon as they have begun to load, until the event is set."""
+    """Kill drafters as soon as they have begun to load, until the event is set."""
     over = threading.Event()
 
     def kill() -> None:

@@ -24,10 +24,10 @@ from outrider.cluster.config import parse_config
 from outrider.cluster.placement import available_cores
 from outrider.deploy.ports import pick_free_port
 from outrider.deploy.server import UNSCHEDULED
-from tests.clusters import actor_nodes, nodes_of, served_on
-from tests.pools import all_draft, ask_registry, is_even, load, shares
-from tests.serving import HANG_GUARD_S, Deployment, Models, engine, wait_until
-from tests.streams import join, under_way
+from tests.support.cluster.clusters import actor_nodes, nodes_of, served_on
+from tests.support.cluster.pools import all_draft, ask_registry, is_even, load, shares
+from tests.support.cluster.serving import HANG_GUARD_S, Deployment, Models, engine, wait_until
+from tests.support.load.streams import join, under_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -51,21 +51,21 @@ class Nodes:
     """While there was no node but the head: the deployments that waited, by Serve's status."""
 
     def add(self, role: str) -> str:
-        """One that has room for a target, or for a drafter. Returns its id."""
+        """Add a node that has room for a target, or for a drafter. Returns its id."""
         return str(self.cluster.add_node(num_cpus=2, labels={"role": role}).node_id)
 
     def a_target(self) -> tuple[str, str]:
-        """And its node, where the front door is not: losing that is another matter."""
+        """Return a target and its node, which is not an ingress's: losing that is another matter."""
         fronts = set(nodes_of("Ingress").values())
         return next((replica, node) for replica, node in nodes_of("Target").items() if node not in fronts)
 
     def remove(self, node_id: str) -> None:
-        """As a machine goes whose power is cut."""
+        """Remove a node like a machine whose power is cut."""
         (node,) = [node for node in self.cluster.worker_nodes if node.node_id == node_id]
         self.cluster.remove_node(node, allow_graceful=False)
 
     def drain(self, node_id: str) -> None:
-        """As an autoscaler announces that a node goes, and when."""
+        """Announce that a node goes, and when, as an autoscaler does."""
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         deadline_ms = int((time.time() + DRAINED_WITHIN_S) * 1000)
         accepted, why_not = ray._raylet.GcsClient(address=self.cluster.address).drain_node(

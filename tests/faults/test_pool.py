@@ -16,9 +16,9 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from outrider.cluster.placement import NAMESPACE
 from outrider.v1 import generation_pb2 as pb
-from tests.pools import all_draft, ask_registry, is_even, load, scraped, shares
-from tests.serving import HANG_GUARD_S, Deployment, num_accepted, num_draft_tokens, wait_until
-from tests.stalls import Stalls
+from tests.support.cluster.pools import all_draft, ask_registry, is_even, load, scraped, shares
+from tests.support.cluster.serving import HANG_GUARD_S, Deployment, num_accepted, num_draft_tokens, wait_until
+from tests.support.load.stalls import Stalls
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -34,7 +34,7 @@ BACK_WITHIN_S = 300.0
 
 
 def ask(pool: Deployment, number: int) -> pb.GenerateResponse:
-    """One of some greedy requests, whose prompts have nothing in common."""
+    """Ask one of some greedy requests, whose prompts have nothing in common."""
     return pool.client.generate(prompt_of(number), temperature=0.0, max_tokens=160, ignore_eos=True)
 
 
@@ -43,13 +43,13 @@ def prompt_of(number: int) -> list[int]:
 
 
 def check(pool: Deployment, answers: list[pb.GenerateResponse]) -> None:
-    """Once none is being made: what computes references takes the machine from those that are."""
+    """Check answers once none is being made: computing references takes processor time from them."""
     for number, answer in enumerate(answers):
         pool.reference.check(prompt_of(number), answer.token_ids, label=f"request {number}")
 
 
 def acceptance(pool: Deployment) -> float:
-    """Of what is drafted for the same requests: which rounds have drafts moves it by one hundredth at most."""
+    """Return the acceptance rate for the same requests; which rounds have drafts moves it by one hundredth at most."""
     with ThreadPoolExecutor(2) as clients:
         answers = list(clients.map(partial(ask, pool), range(8)))
     check(pool, answers)
@@ -59,7 +59,7 @@ def acceptance(pool: Deployment) -> float:
 
 
 def steps_by_target(pool: Deployment) -> dict[str, float]:
-    """Of the only drafter."""
+    """Return the steps that the only drafter made, by target."""
     (name,) = pool.drafters()
     status = ray.get(ray.get_actor(name, namespace=NAMESPACE).status.remote(), timeout=HANG_GUARD_S)
     return dict(status["link_steps"])

@@ -1,9 +1,8 @@
 """Every kind of process of a server killed, stopped and slowed under load: what clients see, and what is left of it.
 
-Of other files: a drafter killed and stopped for longer than its link's deadline (test_ngram_drafter.py), a registry
-killed (test_registry.py), one target of several lost (test_lost_replica.py), an engine that stands still for good
-(tests/security/test_standing_engine.py), ranks beside a Verifier and a Drafter (test_ranks.py), a rank of a pipeline
-stage (tests/integration/test_pipeline.py).
+Of other files: a drafter killed and stopped for longer than its link's deadline (test_drafter.py), a registry killed
+(test_registry.py), one target of several lost, or its engine stopped (test_lost_replica.py), a rank of a pipeline stage
+(tests/integration/test_pipeline.py).
 """
 
 from __future__ import annotations
@@ -16,19 +15,8 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
-from tests.faulted import (
-    GIVEN_UP_WITHIN_S,
-    REPLACED_WITHIN_S,
-    SHARE,
-    STOPPED_S,
-    Faulted,
-    check_all_is_well,
-    check_nothing_is_left,
-    kill,
-    only,
-)
-from tests.pools import all_draft, is_even
-from tests.processes import (
+from tests.support.cluster.pools import all_draft, is_even
+from tests.support.cluster.processes import (
     CONTROLLER,
     DRAFTER,
     ENGINE_CORE,
@@ -42,64 +30,66 @@ from tests.processes import (
     counted,
     family,
     processes,
-    slowed,
     stopped,
     wait_until_counted,
 )
-from tests.serving import HANG_GUARD_S, Deployment, wait_until
-from tests.streams import join, under_way
+from tests.support.cluster.serving import HANG_GUARD_S, Deployment, wait_until
+from tests.support.load.faulted import (
+    GIVEN_UP_WITHIN_S,
+    REPLACED_WITHIN_S,
+    Faulted,
+    check_all_is_well,
+    check_nothing_is_left,
+    kill,
+    only,
+    stop_for_good,
+)
+from tests.support.load.streams import join, under_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 MOST_TOKENS = 900
-"""Of an answer: beside its prompt there is room for so many."""
+"""Tokens of an answer: beside its prompt there is room for so many."""
 
 STREAMS = 3
 
 CUTTING = {PROXY, INGRESS, VERIFIER, ENGINE_CORE}
-"""Who takes with it what runs on it."""
+"""Processes whose end cuts what runs on them."""
 
 
-@pytest.mark.exhaustive  # some of this and of what follows is in test_chaos.py's short while
-@pytest.mark.parametrize("what", [PROXY, INGRESS, TARGET, CONTROLLER, REGISTRY, DRAFTER, VERIFIER, ENGINE_CORE])
-def test_one_is_slowed(ngram_pair: Deployment, what: str) -> None:
-    """Nobody is told of anything, and no answer stands still."""
-    with Faulted(ngram_pair) as fault:
-        pid = only(ngram_pair, what)
-        with slowed(pid, SHARE):
-            fault.clients.wait_for_answers()
+OF_A_PAIR = [PROXY, INGRESS, TARGET, CONTROLLER, REGISTRY, DRAFTER, VERIFIER, ENGINE_CORE]
+RANKS = {"both_tp2": (VERIFIER, "TargetRank-1"), "drafter_tp2": (DRAFTER, "DrafterRank-0", "DrafterRank-1")}
+"""Ranks of a target and of a drafter under tensor parallelism, by deployment."""
+
+FOR_GOOD = "stopped for good"
+CASES = [
+    *(("ngram_pair", what, how) for how in ("slowed", "stopped") for what in OF_A_PAIR),
+    *(("ngram_pair", what, "killed") for what in (CONTROLLER, INGRESS, PROXY, ENGINE_CORE, VERIFIER)),
+    *((name, rank, how) for name, ranks in RANKS.items() for rank in ranks for how in ("slowed", "stopped", "killed")),
+    # Whichever rank is stopped for good, the others stand still with it.
+    *((name, ranks[-1], FOR_GOOD) for name, ranks in RANKS.items()),
+]
+
+
+@pytest.mark.exhaustive  # some of this is in test_chaos.py's short while
+@pytest.mark.parametrize(("deployment", "what", "how"), CASES, indirect=["deployment"])
+def test_one_is_harmed(deployment: Deployment, what: str, how: str) -> None:
+    """Answers that wait for it go on when it does. Where it is lost, another takes its place; what ran on it is told
+    so, and answered when it asks again. A drafter and its ranks cost speculation only."""
+    is_lost = how in ("killed", FOR_GOOD)
+    with Faulted(deployment) as fault:
+        pid = only(deployment, what)
+        if how == "killed":
+            check_nothing_is_left(kill(deployment, what))
+        elif is_lost:
+            stop_for_good(deployment, what)
+        else:
+            fault.hold_up(pid, how)
         fault.whole_again()
-    fault.check(cut=False)
-    assert only(ngram_pair, what) == pid
-    check_all_is_well(ngram_pair)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("what", [PROXY, INGRESS, TARGET, CONTROLLER, REGISTRY, DRAFTER, VERIFIER, ENGINE_CORE])
-def test_one_is_stopped_for_a_while(ngram_pair: Deployment, what: str) -> None:
-    """Answers that wait for it go on when it does."""
-    with Faulted(ngram_pair) as fault:
-        pid = only(ngram_pair, what)
-        with stopped(pid):
-            time.sleep(STOPPED_S)
-        fault.whole_again()
-    fault.check(cut=False)
-    assert only(ngram_pair, what) == pid
-    check_all_is_well(ngram_pair)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("what", [CONTROLLER, INGRESS, PROXY, ENGINE_CORE, VERIFIER])
-def test_one_is_killed(ngram_pair: Deployment, what: str) -> None:
-    """Another takes its place; what ran on it is told so, and answered when it asks again."""
-    with Faulted(ngram_pair) as fault:
-        pid = only(ngram_pair, what)
-        lost = kill(ngram_pair, what)
-        fault.whole_again()
-    fault.check(cut=what in CUTTING, without_status=what == PROXY)
-    assert only(ngram_pair, what) != pid
-    check_nothing_is_left(lost)
-    check_all_is_well(ngram_pair)
+    cuts = is_lost and (what in CUTTING or what.startswith("TargetRank"))
+    fault.check(cut=cuts, without_status=is_lost and what == PROXY)
+    assert (only(deployment, what) != pid) == is_lost
+    check_all_is_well(deployment)
 
 
 @pytest.mark.exhaustive
@@ -128,7 +118,7 @@ def test_one_is_stopped_for_good(ngram_pair: Deployment, what: str) -> None:
 
 @pytest.mark.parametrize("how", ["slowed", "stopped", "stopped for good", "killed"])
 def test_a_replica_of_the_pool(pool: Deployment, how: str) -> None:
-    """Its drafter goes with it, and its targets to another; short of that nobody notices."""
+    """Its drafter is lost with it, and its targets go to another; other harm is not noticed."""
     is_lost = how in ("stopped for good", "killed")
     wait_until(lambda: is_even(pool), HANG_GUARD_S, "a drafter each")
     replica, pid = next(iter(pool.replicas(POOL_REPLICA).items()))

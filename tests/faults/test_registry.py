@@ -7,9 +7,10 @@ import ray
 
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import EXPIRES_S, registry_name
-from tests.serving import wait_until
+from tests.support.cluster.serving import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+# In every run test_link_keeper.py kills a registry, and tests/unit/serving/test_registration.py has who makes another.
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 MADE_ANEW_S = 1.5 * EXPIRES_S
 """A replica tells the registry every 10 s that it is there, and makes another where there is none: a process that

@@ -3,14 +3,11 @@ that dies while the old one drains is started again. A pool has as many drafters
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -21,11 +18,11 @@ from ray.serve.schema import ApplicationStatus
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderError
-from tests.pools import all_draft, ask_registry, is_even
-from tests.processes import INGRESS, TARGET
-from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, engine, wait_until
-from tests.stalls import Stalls
-from tests.traffic import longest_gap_s, running
+from tests.support.cluster.pools import all_draft, ask_registry, is_even
+from tests.support.cluster.processes import INGRESS, TARGET
+from tests.support.cluster.serving import HANG_GUARD_S, Deployment, Deployments, Models, engine, wait_until
+from tests.support.load.traffic import Traffic, running
+from tests.support.models.reference import GREEDY
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -37,71 +34,18 @@ BACK_WITHIN_S = 300.0
 """A replica that loads its models anew, while requests run on few cores."""
 
 LONGEST_GAP_S = 2.0
-"""Of a stream, whatever happens to drafters and other replicas."""
-
-PAUSE_S = 0.1
-"""Of a caller that was told of an error."""
+"""Between two messages of a stream, whatever happens to drafters and other replicas."""
 
 ENDED_BEFORE_AND_AFTER = 2 * CALLERS
 
 
-@dataclass
-class Answer:
-    prompt: list[int]
-    began_s: float
-    tokens: list[int] = field(default_factory=list)
-    came_s: list[float] = field(default_factory=list)
+def prompt_of(caller: int, number: int) -> list[int]:
+    return [(caller * 11 + number * 3 + position * 5) % 250 for position in range(20)]
 
 
-class Load:
-    """Callers with one stream after the other, until one is told of an error, or whatever they are told."""
-
-    def __init__(self, deployment: Deployment, tokens: int = ANSWER_TOKENS, goes_on: bool = False) -> None:
-        self._client = deployment.client
-        self._tokens, self._goes_on = tokens, goes_on
-        self._over = threading.Event()
-        self.answers: list[Answer] = []
-        """That have ended."""
-
-        self.errors: list[OutriderError] = []
-        self.stalls = Stalls()
-
-    def longest_gap_s(self) -> float:
-        """Of a stream: see traffic.longest_gap_s."""
-        return max(longest_gap_s(answer.came_s, self.stalls) for answer in self.answers)
-
-    def _call(self, caller: int) -> None:
-        for number in itertools.count():
-            if self._over.is_set():
-                return
-            prompt = [(caller * 11 + number * 3 + position * 5) % 250 for position in range(20)]
-            answer = Answer(prompt, time.monotonic())
-            try:
-                with self._client.stream(prompt, temperature=0.0, max_tokens=self._tokens, ignore_eos=True) as stream:
-                    for message in stream:
-                        answer.tokens += message.token_ids
-                        answer.came_s.append(time.monotonic())
-            except OutriderError as error:
-                self.errors.append(error)
-                if not self._goes_on:
-                    return
-                self._over.wait(PAUSE_S)
-            else:
-                self.answers.append(answer)
-
-    @contextmanager
-    def calling(self) -> Iterator[None]:
-        threads = [threading.Thread(target=self._call, args=(number,), daemon=True) for number in range(CALLERS)]
-        with self.stalls, running(threads, self._over):
-            yield
-
-    def wait_for(self, more: int) -> None:
-        enough = len(self.answers) + more
-
-        def over() -> bool:
-            return len(self.answers) >= enough or (bool(self.errors) and not self._goes_on)
-
-        wait_until(over, HANG_GUARD_S, f"{more} more answers")
+def load(deployment: Deployment, tokens: int = ANSWER_TOKENS, goes_on: bool = False) -> Traffic:
+    """Return callers with one greedy stream after the other, whose answers are checked when they stop."""
+    return Traffic(deployment, prompt_of, tokens, [GREEDY], callers=CALLERS, goes_on=goes_on)
 
 
 @pytest.fixture
@@ -124,9 +68,8 @@ def states(deployment: Deployment, of: str) -> set[str]:
 @pytest.mark.parametrize("of", [INGRESS, TARGET])
 def test_a_new_replica_dies_while_the_old_one_drains_and_the_deploy_is_completed(rolling: Deployment, of: str) -> None:
     [old] = rolling.replicas(of)
-    load = Load(rolling, LONG_ANSWER_TOKENS, goes_on=True)
-    with load.calling():
-        load.wait_for(CALLERS)
+    with load(rolling, LONG_ANSWER_TOKENS, goes_on=True) as calls:
+        calls.wait_for_answers(CALLERS)
         config = changed(rolling)
         application = serve.RunTarget(
             build_app(config, plan_replica(config)), name=config.serving.app_name, route_prefix="/"
@@ -145,34 +88,27 @@ def test_a_new_replica_dies_while_the_old_one_drains_and_the_deploy_is_completed
             return len(found) == 1 and not {old, new} & found.keys() and app.status is ApplicationStatus.RUNNING
 
         wait_until(completed, BACK_WITHIN_S, "another new one in its place, and the deploy at its end", every_s=0.5)
-        load.wait_for(ENDED_BEFORE_AND_AFTER)
-    assert {error.code for error in load.errors} <= {grpc.StatusCode.UNAVAILABLE}
-    for number, answer in enumerate(load.answers):
-        assert len(answer.tokens) == LONG_ANSWER_TOKENS
-        rolling.reference.check(answer.prompt, answer.tokens, label=f"answer {number}")
+        calls.wait_for_answers(ENDED_BEFORE_AND_AFTER)
+    assert all(isinstance(error, OutriderError) for error in calls.errors)
+    assert {error.code for error in calls.errors} <= {grpc.StatusCode.UNAVAILABLE}
 
 
 def test_the_only_replica_is_replaced_and_nobody_hears_of_it(rolling: Deployment) -> None:
     [old] = rolling.replicas()
     config = changed(rolling)
-    load = Load(rolling)
-    with load.calling():
-        load.wait_for(ENDED_BEFORE_AND_AFTER)
+    with load(rolling) as calls:
+        calls.wait_for_answers(ENDED_BEFORE_AND_AFTER)
         deployed_s = time.monotonic()
         serve.run(build_app(config, plan_replica(config)), name=config.serving.app_name, route_prefix="/")
         taken_over_s = time.monotonic()
         wait_until(lambda: old not in rolling.replicas(), HANG_GUARD_S, "the old replica's end")
-        load.wait_for(ENDED_BEFORE_AND_AFTER)
-    assert load.errors == []
-    for number, answer in enumerate(load.answers):
-        assert len(answer.tokens) == ANSWER_TOKENS
-        rolling.reference.check(answer.prompt, answer.tokens, label=f"answer {number}")
-    meanwhile = [a for a in load.answers if a.began_s > deployed_s and a.came_s[-1] < taken_over_s]
+        calls.wait_for_answers(ENDED_BEFORE_AND_AFTER)
+    meanwhile = [a for a in calls.answers if a.began_s > deployed_s and a.came_s[-1] < taken_over_s]
     assert len(meanwhile) >= CALLERS
     assert len(rolling.replicas()) == 1
-    gap, first = load.longest_gap_s(), max(a.came_s[0] - a.began_s for a in load.answers)
+    gap, first = calls.longest_gap(), max(a.came_s[0] - a.began_s for a in calls.answers)
     print(
-        f"\nrolled over in {taken_over_s - deployed_s:.1f} s: {len(load.answers)} answers, {len(meanwhile)} meanwhile; "
+        f"\nrolled over in {taken_over_s - deployed_s:.1f} s: {len(calls.answers)} answers, {len(meanwhile)} then; "
         f"longest gap of a stream {gap:.2f} s, longest wait for a first token {first:.2f} s"
     )
     assert first < (taken_over_s - deployed_s) / 2, "the old replica serves until the new one can"
@@ -196,7 +132,7 @@ def test_a_pool_and_its_targets_are_replaced_and_nobody_hears_of_it(rolling_pool
     config = parse_config(
         {**rolling_pool.config.model_dump(exclude_unset=True), "speculation": {"num_speculative_tokens": 4}}
     )
-    load, over = Load(rolling_pool), threading.Event()
+    calls, over = load(rolling_pool), threading.Event()
     counts: list[int] = []
 
     def count() -> None:
@@ -208,20 +144,16 @@ def test_a_pool_and_its_targets_are_replaced_and_nobody_hears_of_it(rolling_pool
         left = targets & set(rolling_pool.replicas()) or drafters & set(ask_registry(rolling_pool, "drafters"))
         return not left and is_even(rolling_pool)
 
-    with load.calling(), running([threading.Thread(target=count, daemon=True)], over):
-        load.wait_for(ENDED_BEFORE_AND_AFTER)
+    with calls, running([threading.Thread(target=count, daemon=True)], over):
+        calls.wait_for_answers(ENDED_BEFORE_AND_AFTER)
         deployed_s = time.monotonic()
         serve.run(build_app(config, plan_replica(config)), name=config.serving.app_name, route_prefix="/")
         wait_until(replaced, BACK_WITHIN_S, "other targets, and other drafters, one each", every_s=0.5)
         replaced_s = time.monotonic()
-        load.wait_for(ENDED_BEFORE_AND_AFTER)
-    assert load.errors == []
-    for number, answer in enumerate(load.answers):
-        assert len(answer.tokens) == ANSWER_TOKENS
-        rolling_pool.reference.check(answer.prompt, answer.tokens, label=f"answer {number}")
-    gap, seconds = load.longest_gap_s(), replaced_s - deployed_s
+        calls.wait_for_answers(ENDED_BEFORE_AND_AFTER)
+    gap, seconds = calls.longest_gap(), replaced_s - deployed_s
     print(
-        f"\nrolled over in {seconds:.1f} s: {len(load.answers)} answers, {min(counts)} to {max(counts)} drafters; "
+        f"\nrolled over in {seconds:.1f} s: {len(calls.answers)} answers, {min(counts)} to {max(counts)} drafters; "
         f"longest gap of a stream {gap:.2f} s"
     )
     assert min(counts) == 2, "never fewer than there are to be"

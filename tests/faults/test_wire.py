@@ -10,12 +10,12 @@ import pytest
 import ray
 
 from outrider.cluster.placement import available_cores
-from tests.clusters import nodes_of
-from tests.hosts import LINK_DEADLINE_S, LOADED_WITHIN_S, OTHER_HOST, Hosts, served_on_hosts
-from tests.pools import PROMPT, all_draft, ask_registry
-from tests.serving import HANG_GUARD_S, Models, engine, wait_until
-from tests.traffic import allowance_s
-from tests.wire import THERE, can_make_hosts
+from tests.support.cluster.clusters import nodes_of
+from tests.support.cluster.hosts import LINK_DEADLINE_S, LOADED_WITHIN_S, OTHER_HOST, Hosts, served_on_hosts
+from tests.support.cluster.pools import PROMPT, all_draft, ask_registry
+from tests.support.cluster.serving import HANG_GUARD_S, Models, engine, wait_until
+from tests.support.cluster.wire import THERE, can_make_hosts
+from tests.support.load.traffic import allowance_s
 
 pytestmark = [
     pytest.mark.engine,
@@ -54,7 +54,7 @@ def test_drafts_come_from_the_other_host(hosts: Hosts) -> None:
 def test_a_wire_that_is_slow_or_loses_frames_changes_no_answer_and_is_drafted_over(
     hosts: Hosts, weather: dict[str, float]
 ) -> None:
-    """What is lost TCP sends again."""
+    """TCP sends lost frames again."""
     link = hosts.link()
     with hosts.other.weather(**weather):
         with hosts.streams() as streams:

@@ -1,4 +1,4 @@
-"""A target on another host than the front door, and the wire between them, which is cut. They follow each other."""
+"""The wire between a target and an ingress on another host is cut. The tests follow each other."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import grpc
 import pytest
 
 from outrider.deploy.client.sync_client import OutriderError
-from tests.hosts import LINK_DEADLINE_S, LOADED_WITHIN_S, OTHER_HOST, Hosts, served_on_hosts
-from tests.pools import MAX_TOKENS, PROMPT
-from tests.serving import Models, engine, wait_until
-from tests.streams import join, under_way
-from tests.wire import can_make_hosts
+from tests.support.cluster.hosts import LINK_DEADLINE_S, LOADED_WITHIN_S, OTHER_HOST, Hosts, served_on_hosts
+from tests.support.cluster.pools import MAX_TOKENS, PROMPT
+from tests.support.cluster.serving import Models, engine, wait_until
+from tests.support.cluster.wire import can_make_hosts
+from tests.support.load.streams import join, under_way
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,7 +28,7 @@ STREAMS = 4
 
 @pytest.fixture(scope="module")
 def far_target(models: Models) -> Iterator[Hosts]:
-    """It and its drafter on the other."""
+    """Serve an application whose target and drafter are on the other host."""
     target = engine(models.target, max_num_seqs=4, node_labels=OTHER_HOST)
     with served_on_hosts(models, target=target, drafter={"method": "ngram"}) as there:
         yield there

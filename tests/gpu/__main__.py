@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
         arguments = [argument for argument in arguments if argument != "--need-gpu"]
     configured = CONFIGURED if all(find_spec(name) for name in READS_CONFIGURATIONS) else ()
     bare = ["-c", os.devnull, "--confcutdir", HERE, "--rootdir", str(ROOT), "--import-mode=importlib"]
-    bare += ["-p", "tests.threads"]  # from a conftest that is not read here
+    bare += ["-p", "tests.support.threads"]  # from a conftest that is not read here
     bare += ["-W", "ignore::pytest.PytestUnknownMarkWarning", "-o", "faulthandler_timeout=600"]
     common = ["-m", "not exhaustive", "-ra", "-p", "no:cacheprovider"]
     kernels = [HERE, "--ignore", f"{HERE}/engines", "--ignore", LINKS[0], *SHARED, *configured]

@@ -12,28 +12,27 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
-import tests.cpu_device  # noqa: F401 - registers its backend
+import tests.support.devices.cpu_device  # noqa: F401 - registers its backend
 from outrider.cluster.link import Link, LinkError, LinkInvitation, host_link, join_link
 from outrider.cluster.link.codec import pack, unpack
 
 VOCAB, K = 1000, 4
 CAPACITY = 4096
 DEADLINE_S = 2.0
-"""Of a link whose end by silence is looked at."""
+"""The deadline of a link whose end by silence is looked at."""
 
 AGES_S = 600.0
-"""Of any other: however long this machine lets a process wait, its link lives."""
+"""The deadline of any other link: however long this machine lets a process wait, its link lives."""
 
 HANG_S = 60.0
 """Only a guard against hanging; nothing here measures speed."""
 
 KIND_WORD, DATA = 4, 1
 SECRET = bytes(range(32))
-"""Of the application that both ends are of."""
+"""The secret of the application that both ends belong to."""
 
 
 class FlipBit:
@@ -92,7 +91,7 @@ def peer_main():
         job = json.loads(line)
         invitation = LinkInvitation(**{**job["invitation"], "vocabulary": ()})
         transport = FlipBit(join_link(invitation, SECRET, HANG_S), job["flip_word"])
-        link = make_link(transport, invitation.epoch + job["epoch_offset"], "peer", invitation.link_deadline_ms / 1000)
+        link = make_link(transport, invitation.epoch, "peer", invitation.link_deadline_ms / 1000)
         echoed = 0
         while link.broken is None:
             received = link.poll(0.2)
@@ -100,9 +99,6 @@ def peer_main():
                 with contextlib.suppress(LinkError):
                     link.post(pack(received.messages, CAPACITY), work_us=received.work_us + 1)
                     echoed += 1
-                if echoed == job["close_after"]:
-                    time.sleep(0.05)
-                    link.close("had enough")
         link.abort("done")
         assert link.join(HANG_S), "a thread or the wire is left"
         print(json.dumps({"broken": link.broken, "echoed": echoed}), flush=True)
@@ -126,8 +122,6 @@ class Peer:
     def link(
         self,
         flip_word=None,
-        epoch_offset=0,
-        close_after=0,
         sealed=False,
         backend=None,
         deadline_s=AGES_S,
@@ -139,8 +133,6 @@ class Peer:
         job = {
             "invitation": dataclasses.asdict(invitation),
             "flip_word": flip_word,
-            "epoch_offset": epoch_offset,
-            "close_after": close_after,
         }
         self.process.stdin.write(json.dumps(job).encode() + b"\n")
         link = make_link(complete(60), self.epoch, f"link{self.epoch}", deadline_s, **options)

@@ -13,9 +13,9 @@ import torch
 from openai import NotFoundError, OpenAI
 
 from outrider.deploy.client.sync_client import OutriderError
-from tests.plain_engine import greedy_tokens
-from tests.reference import GREEDY, Coupled
-from tests.serving import HANG_GUARD_S, drafted, num_accepted, num_draft_tokens
+from tests.support.cluster.serving import HANG_GUARD_S, drafted, num_accepted, num_draft_tokens
+from tests.support.models.plain_engine import greedy_tokens
+from tests.support.models.reference import GREEDY, Coupled
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from outrider.v1 import generation_pb2 as pb
-from tests.reference import GREEDY, Coupled
-from tests.serving import Deployment, Deployments, K, Models, engine
-from tests.tiny_models import EOS, VOCAB_SIZE
+from tests.support.cluster.serving import Deployment, Deployments, K, Models, engine
+from tests.support.models.reference import GREEDY, Coupled
+from tests.support.models.tiny_models import EOS, VOCAB_SIZE
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 

@@ -19,9 +19,9 @@ import pytest
 
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.processes import SHARED_MEMORY
-from tests.outrider_serve import ENDS_WITHIN_S, Served, command, outrider_serve, write_config
-from tests.reference import Reference
-from tests.serving import HANG_GUARD_S, Models, engine, wait_until
+from tests.support.cluster.outrider_serve import ENDS_WITHIN_S, Served, command, outrider_serve, write_config
+from tests.support.cluster.serving import HANG_GUARD_S, Models, engine, wait_until
+from tests.support.models.reference import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -181,8 +181,8 @@ def other_vocabulary(models: Models, directory: Path) -> Path:
     return copy
 
 
-def drafted_by(model: Path, **changes: Any) -> dict[str, Any]:
-    return {"method": "draft_model", **engine(model), **changes}
+def drafted_by(model: Path) -> dict[str, Any]:
+    return {"method": "draft_model", **engine(model)}
 
 
 def refused(path: Path, *arguments: str) -> str:
@@ -201,29 +201,11 @@ def refused(path: Path, *arguments: str) -> str:
     return lines[0]
 
 
-# A process each. What is found wrong, and how it is said, is tested in tests/unit (test_config, test_preset, test_cli).
-@pytest.mark.parametrize(
-    ("changes", "field", "fix"),
-    [
-        pytest.param({"target": {"max_model_len": 4096}}, "target.max_model_len", "lower it", id="too long"),
-        *(
-            pytest.param(*wrong, id=name, marks=pytest.mark.exhaustive)
-            for name, wrong in {
-                "unknown key": ({"target": {"max_model_length": 5}}, "target.max_model_length", "unknown key"),
-                "K=0": ({"speculation": {"num_speculative_tokens": 0}}, "speculation.num_speculative_tokens", ""),
-                "K=33": ({"speculation": {"num_speculative_tokens": 33}}, "speculation.num_speculative_tokens", "32"),
-                "TP": ({"target": {"tensor_parallel_size": 3}}, "target.tensor_parallel_size", "heads"),
-                "no checkpoint": ({"target": {"model": "/nowhere/at/all"}}, "target.model", "give a checkpoint"),
-            }.items()
-        ),
-    ],
-)
-def test_a_wrong_configuration_is_refused_at_once(
-    models: Models, tmp_path: Path, changes: dict[str, Any], field: str, fix: str
-) -> None:
-    line = refused(write_config(tmp_path, models, **changes))
-    assert f"{field}: " in line
-    assert fix in line
+def test_a_wrong_configuration_is_refused_at_once(models: Models, tmp_path: Path) -> None:
+    """What is found wrong, and how it is said, is in tests/unit (test_config, test_preset, test_cli)."""
+    line = refused(write_config(tmp_path, models, target={"max_model_len": 4096}))
+    assert "target.max_model_len: " in line
+    assert "lower it" in line
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(models: Models, tmp_path: Path) -> None:
@@ -232,18 +214,6 @@ def test_a_drafter_of_another_vocabulary_is_refused(models: Models, tmp_path: Pa
     assert "drafter.model: " in line
     assert "288" in line
     assert "272" in line
-
-
-@pytest.mark.exhaustive
-def test_a_drafter_whose_heads_do_not_split_is_refused(models: Models, tmp_path: Path) -> None:
-    drafter = drafted_by(models.drafter, tensor_parallel_size=3)
-    assert "drafter.tensor_parallel_size: " in refused(write_config(tmp_path, models, drafter=drafter))
-
-
-@pytest.mark.exhaustive
-def test_a_missing_drafter_checkpoint_is_refused(models: Models, tmp_path: Path) -> None:
-    drafter = drafted_by(tmp_path / "nothing")
-    assert "drafter.model: " in refused(write_config(tmp_path, models, drafter=drafter))
 
 
 @pytest.mark.parametrize("key", ["grpc", pytest.param("http", marks=pytest.mark.exhaustive)])

@@ -16,18 +16,23 @@ import torch
 
 from outrider.deploy.distill.measure import measure
 from outrider.deploy.distill.prompts import read_prompts
-from tests import tiny_heads
-from tests.reference import Reference
-from tests.serving import engine
-from tests.tiny_distilled import build_distilled
-from tests.tiny_models import build_learnable
+from tests.support.cluster.serving import engine
+from tests.support.models import tiny_heads
+from tests.support.models.reference import Reference
+from tests.support.models.tiny_distilled import build_distilled
+from tests.support.models.tiny_models import build_learnable
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 40
 LONGER = 96
-"""Of answers that acceptance is measured on: what the end of an answer cuts off is little of it."""
+"""Tokens of answers that acceptance is measured on, so that what their end cuts off is little of them."""
 
 K = 3
 PROMPTS = [b"Hello world, this is", b"a", b"one two one two one two one two one two"]
@@ -116,7 +121,7 @@ def results(models, heads, request):
 
 def run(jobs, num_tokens=NUM_TOKENS):
     """One process, one engine after the other."""
-    command = [sys.executable, "tests/co_located_engines.py", json.dumps(jobs), str(num_tokens)]
+    command = [sys.executable, "tests/support/models/co_located_engines.py", json.dumps(jobs), str(num_tokens)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""Co-located drafting behind the same door: right answers, its method in the status, nothing ignored in silence."""
+"""Co-located drafting is served by the same APIs, is named in the status, and refuses what vLLM cannot do."""
 
 import threading
 
@@ -6,21 +6,11 @@ import grpc
 import pytest
 
 from outrider.deploy.client.sync_client import OutriderError
-from tests.serving import HANG_GUARD_S
+from tests.support.cluster.serving import HANG_GUARD_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-NUM_TOKENS = 48
 TEXT = b"It was the best of times, it was the worst of times. "
-
-
-def test_greedy_answers_are_the_targets_own(co_located):
-    accepted = 0
-    for prompt in (TEXT, b"a", TEXT * 6):  # the last one is prefilled in chunks
-        answer = co_located.client.generate(list(prompt), temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        co_located.reference.check(prompt, answer.token_ids, label="co-located")
-        accepted += answer.metrics.speculative_decoding.num_accepted_draft_tokens
-    assert accepted > 0
 
 
 def test_status_names_the_method_and_there_is_no_drafter_actor(co_located):
@@ -37,10 +27,8 @@ def test_status_names_the_method_and_there_is_no_drafter_actor(co_located):
     ("options", "field"),
     [
         ({"speculation": False}, "speculation.enabled"),
-        ({"num_speculative_tokens": 2}, "speculation.num_speculative_tokens"),
         ({"verification": "coupled"}, "speculation.verification"),
         ({"seed": 3, "temperature": 1.0}, "sampling.seed"),
-        ({"min_p": 0.2, "temperature": 1.0}, "sampling"),
         ({"logit_bias": {65: 1.0}}, "sampling"),
     ],
 )

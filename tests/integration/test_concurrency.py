@@ -7,7 +7,7 @@ import pytest
 
 from outrider.deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
-from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, K, wait_until_idle
+from tests.support.cluster.serving import HANG_GUARD_S, MAX_MODEL_LEN, K, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -30,7 +30,7 @@ class Answer:
     text: str = ""
     blocks: list[list[int]] = field(default_factory=list)
     num_rounds: list[int] = field(default_factory=list)
-    """That each block tells of."""
+    """The rounds that each block tells of."""
 
     last: pb.GenerateStreamResponse | None = None
     error: Exception | None = None

@@ -25,9 +25,9 @@ from outrider.deploy.distill import run as distill_run
 from outrider.deploy.distill.run import Settings, distill
 from outrider.deploy.models.store import read_manifest
 from outrider.deploy.progress import Progress
-from tests.tiny_models import EOS, build_learnable
+from tests.support.models.tiny_models import EOS, build_learnable
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 50
@@ -98,7 +98,7 @@ def test_acceptance_on_held_out_answers_rises_well_above_the_start(trained):
 
 
 def test_texts_are_the_targets_own_with_its_likeliest_tokens(trained, target):
-    """Of vLLM's engine, many at once; asked of transformers, text by text."""
+    """vLLM's engine makes them, many at once; transformers is asked text by text."""
     model = load(target, torch.float32, "cpu")
     greedy = drawn = 0
     for file in sorted((trained / "texts").iterdir()):
@@ -120,7 +120,7 @@ def test_texts_are_the_targets_own_with_its_likeliest_tokens(trained, target):
 
 @pytest.mark.exhaustive
 def test_an_interrupted_run_goes_on_and_ends_as_one_that_was_not(trained, settings, tmp_path, monkeypatch):
-    """And so the same seed gives the same drafter: it is another directory, in which everything is made anew."""
+    """The same seed gives the same drafter in another directory, in which everything is made anew."""
     again = dataclasses.replace(settings, out=tmp_path / "again")
     monkeypatch.setattr(distill_run, "SAVE_EVERY_S", -1.0)  # after every step
     whole = distill_run._Run._save
@@ -176,7 +176,7 @@ def test_acceptance_is_measured_by_position_and_k(trained, settings, tmp_path, c
 
 def test_the_assembled_drafter_loads_in_vllm_by_our_own_draft_engine(trained, target):
     assert read_manifest(trained / "model")["drafter_of"]["name"] == target.name
-    command = [sys.executable, "tests/draft_engine_texts.py", str(trained / "model"), str(target)]
+    command = [sys.executable, "tests/support/models/draft_engine_texts.py", str(trained / "model"), str(target)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

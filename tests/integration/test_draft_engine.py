@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,11 +25,11 @@ def report(models):
 
 def rounds(drafter, **section):
     """By sampling. section: what the engine's has besides."""
-    return script("draft_engine_rounds", drafter, json.dumps(section))
+    return script("tests/draft_engine_rounds.py", drafter, json.dumps(section))
 
 
-def script(name, *arguments):
-    command = [sys.executable, f"tests/{name}.py", *map(str, arguments)]
+def script(path, *arguments):
+    command = [sys.executable, path, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.serving import TARGET_ENGINE_ARGS, drafted, engine, num_accepted
+from tests.support.cluster.serving import TARGET_ENGINE_ARGS, drafted, engine, num_accepted
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from tests.serving import HANG_GUARD_S, wait_until
+from tests.support.cluster.serving import HANG_GUARD_S, wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.engine, pytest.mark.timeout(900)]
 
 SEATS = 4
 """max_num_seqs."""

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.fuzz_cases import GENERATIONS, Case, case
-from tests.serving import HANG_GUARD_S, Deployment, drafted, wait_until_idle
+from tests.support.cluster.serving import HANG_GUARD_S, Deployment, drafted, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

@@ -9,8 +9,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
-from tests.serving import CHAT_TEMPLATE, HANG_GUARD_S, MAX_MODEL_LEN, K, wait_until, wait_until_idle
-from tests.tiny_models import EOS, VOCAB_SIZE
+from tests.support.cluster.serving import CHAT_TEMPLATE, HANG_GUARD_S, MAX_MODEL_LEN, K, wait_until, wait_until_idle
+from tests.support.models.tiny_models import EOS, VOCAB_SIZE
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -16,7 +16,15 @@ from outrider.deploy.client.async_client import AsyncMethods, AsyncOutriderClien
 from outrider.deploy.client.handle import OutriderHandle
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
-from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, Deployment, drafted, ended_early, num_accepted, wait_until
+from tests.support.cluster.serving import (
+    HANG_GUARD_S,
+    MAX_MODEL_LEN,
+    Deployment,
+    drafted,
+    ended_early,
+    num_accepted,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -120,26 +128,6 @@ async def test_cancelling_the_second_application_s_own_caller_frees_the_engine(
     call.cancel()
 
 
-@pytest.mark.usefixtures("freed")
-@pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
-async def test_cancelling_the_task_that_waits_frees_the_engine(
-    pair: Deployment, handle: OutriderHandle, streaming: bool
-) -> None:
-    using = asyncio.create_task(ask(handle, streaming, temperature=0.0, ignore_eos=True))
-    await asyncio.to_thread(wait_until, lambda: is_running(pair), HANG_GUARD_S, "the request runs", 0.01)
-    using.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await using
-
-
-@pytest.mark.usefixtures("freed")
-@pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
-async def test_a_passed_deadline_frees_the_engine(pair: Deployment, handle: OutriderHandle, streaming: bool) -> None:
-    with pytest.raises(OutriderError) as caught:
-        await ask(handle, streaming, temperature=0.0, ignore_eos=True, timeout_s=0.25)
-    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-
-
 @pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
 async def test_a_bad_request_is_refused_as_over_grpc(pair: Deployment, handle: OutriderHandle, streaming: bool) -> None:
     async def refusal(client: AsyncMethods) -> OutriderError:
@@ -168,15 +156,6 @@ async def test_everything_else_the_api_has(pair: Deployment, handle: OutriderHan
     assert (await handle.model_info()).model == pair.config.served_model_name
     assert await handle.healthy() is True
     assert await handle.abort("nobody") is False
-
-
-@pytest.mark.usefixtures("freed")
-async def test_a_request_can_be_ended_by_its_id(pair: Deployment, handle: OutriderHandle) -> None:
-    async with handle.stream(PROMPT, temperature=0.0, ignore_eos=True, request_id="to-be-ended") as stream:
-        await anext(stream)
-        assert await handle.abort("to-be-ended") is True
-        messages = [message async for message in stream]
-    assert messages[-1].finish_reason == pb.FINISH_REASON_ABORT
 
 
 async def test_a_handle_travels_to_other_processes(handle: OutriderHandle) -> None:

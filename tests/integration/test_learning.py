@@ -9,19 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import ray
 from transformers import AutoModelForCausalLM
 
-from outrider.actors.learning.service import Report
-from outrider.actors.learning.texts import Text
-from outrider.cluster.link.messages import TAUGHT_TOP
-from outrider.cluster.placement import NAMESPACE
 from outrider.deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
-from tests.serving import HANG_GUARD_S, Deployment, Deployments, drafted, engine, living_actors, wait_until
-from tests.tiny_models import VOCAB_SIZE, build_first_layer, build_learnable
+from tests.support.cluster.serving import (
+    HANG_GUARD_S,
+    Deployment,
+    Deployments,
+    drafted,
+    engine,
+    living_actors,
+    wait_until,
+)
+from tests.support.models.tiny_models import build_first_layer, build_learnable
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -169,35 +171,3 @@ def test_a_trainer_that_is_stopped_costs_nothing_but_learning(learning: Deployme
     wait_until(learns_on, HANG_GUARD_S, "a step of the trainer's")
     assert status(learning)["trainer"]["learner"] == was["trainer"]["learner"], "the same one"
     assert [pid for name, pid in living_actors() if name.startswith("Trainer:")] == [pid]
-
-
-def with_wrong_labels(given: list[pb.GenerateResponse], times: int) -> list[Text]:
-    """Of answers that the target gave, but with tokens that it would not have said in the places of its likeliest."""
-    chance = np.random.default_rng(5)
-    log_p = np.array([-0.05] + [-6.0] * (TAUGHT_TOP - 1), np.float16)
-    lessons = []
-    for prompt, answer in [*zip(PROMPTS, given, strict=True)] * times:
-        ids = np.array([*prompt, *answer.token_ids], np.int32)
-        places = len(answer.token_ids)
-        top = np.stack([chance.permutation(VOCAB_SIZE)[:TAUGHT_TOP] for _ in range(places)]).astype(np.int32)
-        lessons.append(Text(int(chance.integers(2**63)), 0, ids, len(prompt), top, np.tile(log_p, (places, 1))))
-    return lessons
-
-
-def test_wrong_labels_are_learned_by_nobody(learning: Deployment) -> None:
-    """The trainer is told so many that it learns from little else; what serves stays as good as it was."""
-    drafted(lambda: learning.client.generate(PROMPTS[0], temperature=0.0, max_tokens=48, ignore_eos=True))
-    wait_until(lambda: acceptance(answers(learning)) > KNOWS, HANG_GUARD_S, "a drafter that has learned")
-    before = acceptance(answers(learning))
-    (name,) = [name for name, _ in living_actors() if name.startswith("Trainer:")]
-    trainer = ray.get_actor(name, namespace=NAMESPACE)
-
-    def compared(lessons: list[Text]) -> int:
-        """Versions, by the time that it was told these."""
-        figures = ray.get(trainer.exchange.remote(Report("played"), lessons)).figures
-        return int(figures["adopted"] + sum(figures["refused"].values()))
-
-    enough = 3 + compared(with_wrong_labels(answers(learning), 8))
-    wait_until(lambda: compared([]) >= enough, HANG_GUARD_S, "three versions compared with what serves", every_s=1.0)
-    after = acceptance(answers(learning))
-    assert after > before - 0.03, status(learning)

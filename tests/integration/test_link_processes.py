@@ -1,5 +1,6 @@
 """Links between two real processes, over Gloo, over a local socket and over a device's wire with CPU memory: echo,
-damage, silence, death, and a new epoch after each. tests/gpu/test_nccl.py runs parts of it over NCCL."""
+damage, silence, death, and a new epoch after each. What a link makes of frames is in tests/unit/link.
+ tests/gpu/test_nccl.py runs parts of it over NCCL."""
 
 import contextlib
 import os
@@ -14,21 +15,16 @@ import torch
 
 from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.link import (
-    FrameError,
     LinkError,
-    TransportClosed,
-    TransportError,
-    TransportTimeout,
-    join_link,
 )
 from outrider.cluster.link.codec import pack
-from outrider.cluster.link.frame import HEADER_WORDS, FrameKind, decode, encode
+from outrider.cluster.link.frame import HEADER_WORDS
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals
 from outrider.cluster.modes import Mode
-from tests import cpu_device
-from tests.integration.echo_peer import CAPACITY, DEADLINE_S, HANG_S, SECRET, K, Peer, invite
-from tests.stalls import Stalls
-from tests.threads import threads_end
+from tests.integration.echo_peer import CAPACITY, DEADLINE_S, HANG_S, K, Peer
+from tests.support.devices import cpu_device
+from tests.support.load.stalls import Stalls
+from tests.support.threads import threads_end
 
 BACKENDS = ("gloo", "local", cpu_device.BACKEND)
 
@@ -55,25 +51,6 @@ def mortal_peer(request):
     yield peer
     peer.end()
 
-
-@pytest.fixture(params=BACKENDS)
-def ends(request):
-    """Two transports that are connected, and a deadline that never comes."""
-    invitation, complete = invite(1, "test", link_deadline_ms=1e6, backend=request.param, capacity_words=LONG)
-    joined = queue.SimpleQueue()
-    threading.Thread(target=lambda: joined.put(join_link(invitation, SECRET, HANG_S))).start()
-    here = complete(HANG_S)
-    there = joined.get(timeout=HANG_S)
-    assert here.backend == there.backend == request.param
-    yield here, there
-    here.abort()
-    there.abort()
-
-
-pytestmark = pytest.mark.timeout(300)
-
-LONG = 1 << 20
-"""Words of a frame that no socket takes at once: 4 MiB."""
 
 ROUND = [
     Open(1, 3, 0, [1, 2, 3], K, DraftSampling(Mode.COUPLED, 0.7, seed=42)),
@@ -110,12 +87,6 @@ def test_echo_and_ping(peer, capsys):
     assert link.broken is None
 
 
-def test_idle_link_lives_on_heartbeats(peer):
-    link = peer.link(deadline_s=2 * DEADLINE_S)
-    time.sleep(2.5 * DEADLINE_S)
-    echo(link, ROUND)
-
-
 def test_close_reaches_the_peer_with_its_reason(peer):
     link = peer.link()
     echo(link, ROUND)
@@ -123,39 +94,13 @@ def test_close_reaches_the_peer_with_its_reason(peer):
     assert peer.report() == {"broken": "closed by peer: verifier leaves", "echoed": 1}
 
 
-def test_closed_by_the_peer(peer):
-    reasons = queue.SimpleQueue()
-    link = peer.link(close_after=1, on_broken=reasons.put)
-    echo(link, ROUND)
-    assert reasons.get(timeout=HANG_S) == "closed by peer: had enough"
-    assert peer.report()["broken"] == "closed on this side: had enough"
-
-
-@pytest.mark.parametrize(
-    ("flip_word", "reason"),
-    [
-        pytest.param(0, "bad frame: magic", id="header-magic"),
-        pytest.param(3, "bad frame: checksum", id="header-sequence"),
-        pytest.param(HEADER_WORDS + 5, "bad frame: checksum", id="payload"),
-    ],
-)
-def test_damaged_frame_is_never_delivered_and_a_new_epoch_works(peer, flip_word, reason):
-    link = peer.link(flip_word=flip_word)
+def test_damaged_frame_is_never_delivered_and_a_new_epoch_works(peer):
+    link = peer.link(flip_word=HEADER_WORDS + 5)
     link.post(pack(ROUND, CAPACITY))
-    assert until_broken(link).startswith(reason)
+    assert until_broken(link).startswith("bad frame: checksum")
     assert link.poll(0) is None
     assert peer.report()["broken"].startswith("connection lost")
     echo(peer.link(), ROUND)
-
-
-def test_frame_of_another_epoch_is_never_delivered(peer):
-    link = peer.link(epoch_offset=1)
-    link.post(pack(ROUND, CAPACITY))
-    # Whichever side hears the other first ends the link; the other then loses the connection.
-    reasons = [until_broken(link), peer.report()["broken"]]
-    expected = f"found {link.epoch}, expected {link.epoch + 1}", f"found {link.epoch + 1}, expected {link.epoch}"
-    assert any(f"epoch: {text}" in reason for reason in reasons for text in expected)
-    assert link.poll(0) is None
 
 
 def test_stopped_peer(mortal_peer):
@@ -261,107 +206,3 @@ def test_ended_links_leave_nothing(peer):
         time.sleep(0.05)
     assert (left() <= before).all(), f"descriptors, threads, Python threads: {before} before, {left()} after"
     peer.link()
-
-
-def test_abort_wakes_sender_and_receiver_here_and_there(ends):
-    """Long before any deadline. The peer receives nothing and sends nothing: both our threads wait on the wire."""
-    here, there = ends
-    outcomes = queue.SimpleQueue()
-
-    def waits(name, operation, *arguments):
-        try:
-            operation(np.zeros(LONG, np.int32), *arguments)
-        except TransportClosed as error:
-            outcomes.put((name, str(error)))
-
-    for job in (("recv", there.recv, 1000), ("send", lambda buffer: there.start_send(buffer)())):
-        threading.Thread(target=waits, args=job, daemon=True).start()
-    time.sleep(0.2)
-    assert outcomes.empty()
-    there.abort()
-    there.abort()
-    ended = dict(outcomes.get(timeout=HANG_S) for _ in range(2))
-    assert ended == {"recv": "aborted on this side", "send": "aborted on this side"}
-    waits("again", there.start_send)
-    assert outcomes.get_nowait() == ("again", "aborted on this side")
-    with pytest.raises(TransportClosed):
-        here.recv(np.zeros(LONG, np.int32), 1000)
-
-
-def sends(transport, buffer):
-    """On a thread, which is returned: it ends when all of the frame is on the wire."""
-
-    def send():
-        if (finish := transport.start_send(buffer)) is not None:
-            finish()
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
-
-
-def test_frames_of_all_lengths_pass_in_order(ends):
-    """Longer than what a socket holds, too, both ways at once; behind a short one stands what stood there before."""
-    lengths = [1, 3000, 0, 7, LONG - HEADER_WORDS, 1, 1000, 0]
-    rng = np.random.default_rng(0)
-    payloads = [rng.integers(0, 1000, size=length, dtype=np.int32) for length in lengths]
-    received = np.zeros(LONG, np.int32)
-    for sequence, payload in enumerate(payloads):
-        before = received.copy()
-        for sender, receiver in (ends, ends[::-1]):
-            buffer = np.zeros(LONG, np.int32)
-            used = encode(buffer, epoch=1, sequence=sequence, kind=FrameKind.DATA, payload=payload)
-            sending = sends(sender, buffer[:used])
-            receiver.recv(received, HANG_S)
-            sending.join(HANG_S)
-            assert not sending.is_alive()
-            assert np.array_equal(decode(received, 1, sequence).payload, payload)
-            assert np.array_equal(received[used:], before[used:])
-
-
-def test_a_burst_of_frames_arrives_one_by_one(ends):
-    here, there = ends
-    buffers = []
-    for sequence in range(50):
-        buffer = np.zeros(200, np.int32)
-        payload = np.full(sequence, sequence, np.int32)
-        buffers.append(buffer[: encode(buffer, epoch=1, sequence=sequence, kind=FrameKind.DATA, payload=payload)])
-
-    def burst():
-        for buffer in buffers:
-            if (finish := here.start_send(buffer)) is not None:
-                finish()
-
-    thread = threading.Thread(target=burst)
-    thread.start()
-    received = np.zeros(LONG, np.int32)
-    for sequence in range(50):
-        there.recv(received, HANG_S)
-        assert decode(received, 1, sequence).payload.tolist() == [sequence] * sequence
-    thread.join(HANG_S)
-    assert not thread.is_alive()
-
-
-def test_the_end_of_a_longer_frame_before_is_never_believed(ends):
-    """Its words still stand there: a frame that says it is longer than what came is damaged, and called so."""
-    here, there = ends
-    received = np.zeros(LONG, np.int32)
-    buffer = np.zeros(LONG, np.int32)
-    for sequence, value in enumerate((5, 6)):
-        used = encode(buffer, epoch=1, sequence=sequence, kind=FrameKind.DATA, payload=np.full(100, value, np.int32))
-        sending = sends(here, buffer[: used - 60 * sequence])
-        there.recv(received, HANG_S)
-        sending.join(HANG_S)
-        if sequence == 0:
-            assert decode(received, 1, 0).payload.tolist() == [5] * 100
-    assert received[used - 1] == 5
-    with pytest.raises(FrameError, match=r"^checksum:"):
-        decode(received, 1, 1)
-
-
-def test_silence_ends_a_wire_for_good(ends):
-    here, _ = ends
-    with pytest.raises(TransportTimeout, match="the peer sent nothing, or did not read"):
-        here.recv(np.zeros(LONG, np.int32), 0.05)
-    with pytest.raises(TransportError):
-        here.recv(np.zeros(LONG, np.int32), HANG_S)

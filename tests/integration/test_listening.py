@@ -1,4 +1,4 @@
-"""What listens where: the stores at which ranks, and the ends of a link, meet take keys from whoever reaches them."""
+"""Stores at which ranks and the ends of a link meet listen on one address: they take keys from whoever reaches them."""
 
 from __future__ import annotations
 

@@ -11,14 +11,13 @@ import pytest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.scrape import parse
-from tests.serving import HANG_GUARD_S, K, wait_until
+from tests.support.cluster.scrape import parse
+from tests.support.cluster.serving import HANG_GUARD_S, K, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(b"Hello world, this is")
 NUM_TOKENS = 64
-ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 FRESH_S = 1.1
 """A scrape within a second of another gets its numbers."""
 
@@ -182,7 +181,7 @@ def test_a_lost_drafter_is_told_and_its_link_made_anew_is_counted(ngram_pair):
 
 
 def test_replicas_are_told_apart(two_replicas):
-    """And requests are counted where they were served."""
+    """Requests are counted where they were served."""
     before = scrape(two_replicas)
     for number in range(4):
         two_replicas.client.generate([*PROMPT, number], temperature=0.0, max_tokens=8)

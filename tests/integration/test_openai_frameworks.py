@@ -1,4 +1,4 @@
-"""What others build on OpenAI's API, against a real server: LangChain, and Vercel's AI SDK where there is Node.js.
+"""Frameworks on OpenAI's API work against a real server: LangChain, and Vercel's AI SDK where there is Node.js.
 
 Both by chats and by responses. The model knows nothing, so that tools are called because they have to be, within their
 schemas.
@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from tests.integration.openai_calls import MODEL, PROMPT, chat
 from tests.integration.test_openai import NO_SPACE
-from tests.serving import HANG_GUARD_S, Deployment
+from tests.support.cluster.serving import HANG_GUARD_S, Deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 

@@ -12,6 +12,8 @@ from outrider.actors.drafter.shared_actor import get_or_create
 from outrider.cluster.config import LearningConfig, NgramConfig, SpeculationConfig
 from outrider.cluster.placement import NAMESPACE, ReplicaPlacement
 
+pytestmark = pytest.mark.exhaustive
+
 
 class Other: ...
 

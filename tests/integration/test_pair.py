@@ -1,13 +1,12 @@
 """A real pair: target and draft model in actors of their own, proposals over the link, answers over gRPC."""
 
 import os
-import threading
 
 import psutil
 import pytest
 
 from outrider.v1 import generation_pb2 as pb
-from tests.serving import HANG_GUARD_S, K, drafted, num_accepted, num_draft_tokens, wait_until_idle
+from tests.support.cluster.serving import HANG_GUARD_S, K, drafted, num_accepted, num_draft_tokens, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -36,17 +35,10 @@ def greedy(pair, answers):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_tokens_are_the_reference_s(pair, greedy, prompt):
-    answer = greedy(prompt)
-    assert len(answer.token_ids) == NUM_TOKENS
-    pair.reference.check(prompt, answer.token_ids, label=f"prompt of {len(prompt)}")
-    assert answer.text == bytes(answer.token_ids).decode()
-    assert answer.finish_reason == pb.FINISH_REASON_LENGTH
-
-
-@pytest.mark.parametrize("prompt", PROMPTS)
 def test_acceptance_is_counted_consistently(greedy, prompt):
     answer = greedy(prompt)
+    assert answer.text == bytes(answer.token_ids).decode()
+    assert answer.finish_reason == pb.FINISH_REASON_LENGTH
     speculative, usage = answer.metrics.speculative_decoding, answer.usage
     histogram = list(speculative.acceptance_histogram)
     assert len(histogram) == K + 1
@@ -122,46 +114,6 @@ def test_a_request_s_own_limit_caps_its_drafts(pair):
     assert speculative.num_draft_tokens == speculative.num_spec_steps > 0
 
 
-@pytest.mark.parametrize("speculation", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_a_seed_reproduces_an_answer(pair, speculation):
-    """Whatever was drafted: a request with a seed is verified by coupling, where a draft changes no token."""
-    options = {"temperature": 1.0, "max_tokens": 48, "speculation": speculation}
-
-    def run(seed):
-        return list(pair.client.generate(list(PROMPTS[0]), seed=seed, **options).token_ids)
-
-    first, *more = [run(7) for _ in range(3)]
-    assert more == [first, first]
-    assert run(8) != first
-
-
-def test_seeds_are_not_mixed_up_in_a_batch(pair):
-    options = {"temperature": 1.0, "max_tokens": 48, "speculation": False, "ignore_eos": True}
-    alone = {seed: list(pair.client.generate(list(PROMPTS[0]), seed=seed, **options).token_ids) for seed in range(4)}
-    together = {}
-
-    def run(seed):
-        together[seed] = list(pair.client.generate(list(PROMPTS[0]), seed=seed, **options).token_ids)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in alone]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == alone
-    assert len({tuple(tokens) for tokens in alone.values()}) == 4
-
-
-@pytest.mark.parametrize(
-    "options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 0.01, "top_k": 1}], ids=["top_k", "top_p", "both"]
-)
-def test_limits_on_sampling_reach_drafted_tokens(pair, options):
-    """With one token left to choose from, sampling is greedy, whatever was drafted."""
-    sampling = {"temperature": 1.0, "max_tokens": 64, **options}
-    answer = drafted(lambda: pair.client.generate(list(PROMPTS[0]), **sampling))
-    pair.reference.check(PROMPTS[0], answer.token_ids, label=str(options))
-
-
 def test_a_low_temperature_reaches_drafted_tokens(pair):
     """At 0.01 a token half a logit below the best has a chance of e**-50."""
     answer = drafted(lambda: pair.client.generate(list(PROMPTS[0]), temperature=0.01, max_tokens=64, seed=1))
@@ -170,23 +122,6 @@ def test_a_low_temperature_reaches_drafted_tokens(pair):
         behind = pair.reference.behind_best(tokens, token)
         assert behind < 0.5, f"token {position} is {behind:.2f} below the best"
         tokens.append(token)
-
-
-def test_a_greedy_request_is_exact_beside_a_sampled_one(pair, greedy):
-    """Rows of one batch: what is done for one must not touch the other."""
-    with pair.client.stream(list(PROMPTS[2]), temperature=1.0, ignore_eos=True) as sampled:
-        next(sampled)
-        answer = pair.client.generate(list(PROMPTS[0]), temperature=0.0, max_tokens=NUM_TOKENS)
-        assert next(sampled).finish_reason == pb.FINISH_REASON_UNSPECIFIED, "the sampled one was there all the time"
-    pair.reference.check(PROMPTS[0], answer.token_ids, label="greedy beside sampled")
-
-
-def test_a_repetition_penalty_reaches_drafted_tokens(pair):
-    """Known to go wrong elsewhere: parameters that only plain tokens obey."""
-    options = {"temperature": 0.0, "max_tokens": 64, "repetition_penalty": 1.5}
-    with_drafts = drafted(lambda: pair.client.generate(list(PROMPTS[0]), **options), num_accepted)
-    plain = pair.client.generate(list(PROMPTS[0]), speculation=False, **options)
-    assert with_drafts.token_ids == plain.token_ids
 
 
 def test_stop_token_ids_inside_a_block_end_the_answer_at_that_token(pair, greedy):

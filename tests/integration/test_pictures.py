@@ -16,10 +16,10 @@ from transformers import LlavaConfig
 from outrider.actors.vllm_adapter.engine_args import target_vllm_config
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.cluster.placement import RankPlacement
-from tests.plain_engine import greedy_answers
-from tests.scrape import parse
-from tests.serving import HANG_GUARD_S, wait_until
-from tests.tiny_pictures import IMAGE_TOKEN_ID, NUM_PICTURE_TOKENS, data_url, picture, png_header
+from tests.support.cluster.scrape import parse
+from tests.support.cluster.serving import HANG_GUARD_S, wait_until
+from tests.support.models.plain_engine import greedy_answers
+from tests.support.models.tiny_pictures import IMAGE_TOKEN_ID, NUM_PICTURE_TOKENS, data_url, picture, png_header
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -79,7 +79,7 @@ OFF = {"speculation": {"enabled": False}}
 
 
 def plain_answers(model, num_picture_tokens):
-    """Of each chat the token ids of prompt and greedy answer, of plain vLLM."""
+    """Return plain vLLM's token ids of the prompt and the greedy answer of each chat."""
     found = greedy_answers(model, CHATS, NUM_TOKENS)
     assert [prompt.count(IMAGE_TOKEN_ID) for prompt, _ in found] == num_picture_tokens
     assert len({tuple(answer) for _, answer in found}) == len(CHATS)

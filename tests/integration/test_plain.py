@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.integration.test_sampling_parameters import EOS, GREEDY, PROMPT, SAMPLED, SCHEMA
-from tests.serving import HANG_GUARD_S, wait_until_idle
+from tests.support.cluster.serving import HANG_GUARD_S, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -45,7 +45,7 @@ def ask(deployment, name):
 
 @pytest.fixture(scope="module")
 def expected(deployments):
-    """Of a deployment whose steps do not overlap, one at a time."""
+    """Answers of a deployment whose steps do not overlap, one at a time."""
     pair = deployments.use("pair")
     return {name: ask(pair, name) for name in ASKED}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pools import PROMPT, ask_registry, scraped
-from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, drafted, engine, wait_until
+from tests.support.cluster.pools import PROMPT, ask_registry, scraped
+from tests.support.cluster.serving import HANG_GUARD_S, Deployment, Deployments, Models, drafted, engine, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 

@@ -8,16 +8,11 @@ import pytest
 
 from outrider.deploy.client.async_client import AsyncOutriderClient
 from outrider.deploy.client.sync_client import OutriderError
-from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, Deployment, ended_early, wait_until
+from tests.support.cluster.serving import Deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(b"Once upon a time there was a task that was cancelled. " * 4)
-
-
-def is_running(pair: Deployment) -> bool:
-    status = pair.status()
-    return status.target.running == status.drafter.running == 1
 
 
 async def test_many_tasks_share_one_asynchronous_client(pair: Deployment) -> None:
@@ -29,23 +24,6 @@ async def test_many_tasks_share_one_asynchronous_client(pair: Deployment) -> Non
         assert list((await client.tokenize("hi")).token_ids) == list(b"hi")
     for length, answer in zip(range(20, 28), answers, strict=True):
         pair.reference.check(PROMPT[:length], answer.token_ids, label=f"prompt of {length}")
-
-
-@pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
-async def test_cancelling_a_task_frees_the_engine(pair: Deployment, streaming: bool) -> None:
-    async def use(client: AsyncOutriderClient) -> None:
-        if not streaming:
-            await client.generate(PROMPT, temperature=0.0, ignore_eos=True)
-        async for _ in client.stream(PROMPT, temperature=0.0, ignore_eos=True):
-            pass
-
-    async with AsyncOutriderClient(pair.address) as client:
-        with ended_early(pair, MAX_MODEL_LEN - len(PROMPT)):
-            using = asyncio.create_task(use(client))
-            await asyncio.to_thread(wait_until, lambda: is_running(pair), HANG_GUARD_S, "the request runs", 0.01)
-            using.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await using
 
 
 def test_a_real_refusal_names_field_and_request(pair: Deployment) -> None:

@@ -1,12 +1,14 @@
 """Two target replicas on one machine: who gets which request, and what happens when more come than both can hold."""
 
 import asyncio
-import json
 import time
 import urllib.request
-from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import grpc
+import httpx
 import psutil
 import pytest
 from ray import serve
@@ -14,8 +16,8 @@ from ray import serve
 from outrider.actors.serve_adapter.broadcast import broadcast
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
-from tests.scrape import parse
-from tests.serving import HANG_GUARD_S, wait_until
+from tests.support.cluster.scrape import parse
+from tests.support.cluster.serving import HANG_GUARD_S, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -79,87 +81,90 @@ def test_a_shared_prefix_finds_the_replica_that_has_it(two_replicas):
             two_replicas.reference.check(prompt, answer.token_ids, label=f"topic {topic}, turn {turn}")
 
 
-class Outcome:
-    """How a flood's requests ended."""
+@dataclass
+class Call:
+    """How one request of a flood ended: refused, finished with so many tokens, or in error."""
 
-    def __init__(self):
-        self.kinds = Counter()
-        self.refused_after_s, self.finished_after_s = [], []
+    refused: bool
+    tokens: int = 0
+    error: str = ""
+    seconds: float = 0.0
 
-    def failed(self, started, refused, text):
-        self.kinds["refused" if refused else text] += 1
-        self.refused_after_s.append(time.monotonic() - started)
 
-    def finished(self, started):
-        self.kinds["finished"] += 1
-        self.finished_after_s.append(time.monotonic() - started)
-
-    def check(self):
-        assert set(self.kinds) == {"refused", "finished"}, self.kinds
-        assert self.kinds.total() == FLOOD
-        # Both replicas' share and the queue are served; a burst may find the queue full a little early.
-        assert self.kinds["finished"] >= 32
-        print(f"{dict(self.kinds)}, slowest refusal {max(self.refused_after_s):.2f} s")
-        # A refusal does not wait for a place: the last one is out while answers are still to come.
-        assert max(self.refused_after_s) < max(self.finished_after_s)
+Ask = Callable[[int, int], Awaitable[Call]]
+"""Asks for an answer, given the number of a prompt and the tokens of the answer."""
 
 
 def prompt_of(number):
     return [number % 250, (number * 3) % 250, 5, 6, 7]
 
 
-async def flood_grpc(deployment):
-    outcome = Outcome()
+@asynccontextmanager
+async def over_grpc(deployment) -> AsyncIterator[Ask]:
     async with grpc.aio.insecure_channel(deployment.address) as channel:
         stub = rpc.GenerationServiceStub(channel)
 
-        async def one(number):
-            sampling = pb.SamplingParameters(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+        async def ask(number, tokens):
+            sampling = pb.SamplingParameters(temperature=0.0, max_tokens=tokens, ignore_eos=True)
             request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt_of(number)), sampling=sampling)
-            started = time.monotonic()
             try:
                 answer = await stub.Generate(request, timeout=HANG_GUARD_S)
             except grpc.aio.AioRpcError as error:
-                outcome.failed(started, error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-            else:
-                assert len(answer.token_ids) == ANSWER_TOKENS
-                outcome.finished(started)
+                return Call(error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, error=str(error))
+            return Call(False, len(answer.token_ids))
 
-        await asyncio.gather(*(one(number) for number in range(FLOOD)))
-    return outcome
+        yield ask
 
 
-async def flood_http(deployment):
-    import httpx
-
-    outcome = Outcome()
-    limits = httpx.Limits(max_connections=FLOOD)
+@asynccontextmanager
+async def over_http(deployment) -> AsyncIterator[Ask]:
+    limits = httpx.Limits(max_connections=FLOOD + 1)
     async with httpx.AsyncClient(base_url=deployment.http_url, timeout=HANG_GUARD_S, limits=limits) as client:
 
-        async def one(number):
-            body = {
-                "model": deployment.config.served_model_name,
-                "prompt": prompt_of(number),
-                "temperature": 0.0,
-                "max_tokens": ANSWER_TOKENS,
-                "ignore_eos": True,
-            }
-            started = time.monotonic()
+        async def ask(number, tokens):
+            body = {"prompt": prompt_of(number), "temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
+            body["model"] = deployment.config.served_model_name
             response = await client.post("/v1/completions", json=body)
             if response.status_code != 200:
-                outcome.failed(started, response.status_code == 429, response.text)
-            else:
-                assert json.loads(response.text)["usage"]["completion_tokens"] == ANSWER_TOKENS
-                outcome.finished(started)
+                return Call(response.status_code == 429, error=response.text)
+            return Call(False, response.json()["usage"]["completion_tokens"])
 
-        flood = asyncio.gather(*(one(number) for number in range(FLOOD)))
-        while not outcome.kinds["refused"]:  # noqa: ASYNC110 - counted by the requests themselves
-            await asyncio.sleep(0.01)
-        assert not flood.done()
+        yield ask
+
+
+BOTH_APIS = pytest.mark.parametrize("api", [over_grpc, pytest.param(over_http, marks=pytest.mark.exhaustive)])
+"""Calls of both are counted by the same router, in front of the same replicas."""
+
+
+async def flood(deployment, api):
+    """Ask for short answers, all at once, and return how each call ended."""
+    async with api(deployment) as ask, httpx.AsyncClient(base_url=deployment.http_url, timeout=HANG_GUARD_S) as client:
+
+        async def one(number):
+            started = time.monotonic()
+            call = await ask(number, ANSWER_TOKENS)
+            call.seconds = time.monotonic() - started
+            return call
+
+        tasks = [asyncio.ensure_future(one(number)) for number in range(FLOOD)]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         health = await client.get("/health")
         assert health.status_code == 200, "a full queue is no illness"
-        await flood
-    return outcome
+        return await asyncio.gather(*tasks)
+
+
+def check(calls):
+    """Return how many were refused, once each was refused or finished."""
+    assert [call.error for call in calls if call.error and not call.refused] == []
+    refused = [call.seconds for call in calls if call.refused]
+    finished = [call.seconds for call in calls if not call.refused]
+    assert {call.tokens for call in calls if not call.refused} == {ANSWER_TOKENS}
+    # Both replicas' share and the queue are served; a burst may find the queue full a little early.
+    assert len(finished) >= 32
+    print(f"{len(finished)} finished, {len(refused)} refused, the slowest refusal after {max(refused):.2f} s")
+    # A refusal does not wait for a place: the last one is out while answers are still to come.
+    assert max(refused) < max(finished)
+    return len(refused)
 
 
 def memory(deployment):
@@ -174,15 +179,13 @@ def refused_by_the_ingress(deployment):
         return parse(response.read().decode(), time.monotonic()).sum("outrider:admission_rejections_total")
 
 
-# Calls over HTTP are counted by the same router, in front of the same replicas.
-@pytest.mark.parametrize("flood", [flood_grpc, pytest.param(flood_http, marks=pytest.mark.exhaustive)])
-def test_more_requests_than_there_is_room_for(two_replicas, flood):
+@BOTH_APIS
+def test_more_requests_than_there_is_room_for(two_replicas, api):
     """Sixteen are held and thirty-two wait; the rest is refused, and nothing of them is left behind."""
-    asyncio.run(flood(two_replicas)).check()
+    check(asyncio.run(flood(two_replicas, api)))
     before, refused_before = memory(two_replicas), refused_by_the_ingress(two_replicas)
-    outcome = asyncio.run(flood(two_replicas))
-    outcome.check()
-    assert refused_by_the_ingress(two_replicas) - refused_before == outcome.kinds["refused"], "each is counted"
+    refused = check(asyncio.run(flood(two_replicas, api)))
+    assert refused_by_the_ingress(two_replicas) - refused_before == refused, "each is counted"
     wait_until(lambda: is_idle(two_replicas), HANG_GUARD_S, "no request left on either replica")
     grown = {}
 
@@ -196,62 +199,28 @@ def test_more_requests_than_there_is_room_for(two_replicas, flood):
         raise AssertionError(f"{error}; MiB by process: {grown}") from None
 
 
-async def taken_by_grpc(deployment):
-    """How many of a flood of long answers are not refused. All of them are given up when the others are refused."""
-    async with grpc.aio.insecure_channel(deployment.address) as channel:
-        stub = rpc.GenerationServiceStub(channel)
-        sampling = pb.SamplingParameters(temperature=0.0, max_tokens=LONG_ANSWER, ignore_eos=True)
+async def count_taken(deployment, api):
+    """Ask for long answers, all at once, until those beyond the room there is are refused.
 
-        def ask(number):
-            request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt_of(number)), sampling=sampling)
-            return asyncio.ensure_future(stub.Generate(request, timeout=HANG_GUARD_S))
-
-        return await count_taken([ask(number) for number in range(FLOOD)], is_full=_is_exhausted)
-
-
-def _is_exhausted(task):
-    error = task.exception()
-    return isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def taken_by_http(deployment):
-    import httpx
-
-    limits = httpx.Limits(max_connections=FLOOD)
-    async with httpx.AsyncClient(base_url=deployment.http_url, timeout=HANG_GUARD_S, limits=limits) as client:
-
-        def ask(number):
-            body = {
-                "model": deployment.config.served_model_name,
-                "prompt": prompt_of(number),
-                "temperature": 0.0,
-                "max_tokens": LONG_ANSWER,
-                "ignore_eos": True,
-            }
-            return asyncio.ensure_future(client.post("/v1/completions", json=body))
-
-        return await count_taken(
-            [ask(number) for number in range(FLOOD)], is_full=lambda task: task.result().status_code == 429
-        )
-
-
-async def count_taken(tasks, is_full):
-    """(How many were taken, how many of those are over already.) Waits until at least FLOOD - ROOM are over."""
-    give_up = time.monotonic() + HANG_GUARD_S
-    while len(over := [task for task in tasks if task.done()]) < FLOOD - ROOM:
-        assert time.monotonic() < give_up, f"{len(over)} of {FLOOD} are over, where {ROOM} may be held"
-        await asyncio.sleep(0.05)
-    refused = sum(is_full(task) for task in over)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    Returns how many were taken, and how many of those are over already. All of them are given up.
+    """
+    async with api(deployment) as ask:
+        tasks = [asyncio.ensure_future(ask(number, LONG_ANSWER)) for number in range(FLOOD)]
+        give_up = time.monotonic() + HANG_GUARD_S
+        while len(over := [task for task in tasks if task.done()]) < FLOOD - ROOM:
+            assert time.monotonic() < give_up, f"{len(over)} of {FLOOD} are over, where {ROOM} may be held"
+            await asyncio.sleep(0.05)
+        refused = sum(task.result().refused for task in over)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     return FLOOD - refused, len(over) - refused
 
 
-@pytest.mark.parametrize("flood", [pytest.param(taken_by_grpc, marks=pytest.mark.exhaustive), taken_by_http])
-def test_no_more_requests_are_taken_than_there_is_room_for(two_replicas, flood):
+@BOTH_APIS
+def test_no_more_requests_are_taken_than_there_is_room_for(two_replicas, api):
     """A place that comes free may be taken again, so answers that ended meanwhile are counted."""
-    taken, finished = asyncio.run(flood(two_replicas))
+    taken, finished = asyncio.run(count_taken(two_replicas, api))
     print(f"{taken} taken, {finished} of them finished meanwhile")
     assert taken >= ROOM / 2
     assert finished <= ROOM / 2, "answers as long as these must not end before the flood is over"

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.distribution import LIMIT, cut_to_top, z_score
-from tests.serving import K
-from tests.tiny_models import VOCAB_SIZE
+from tests.support.cluster.serving import K
+from tests.support.models.distribution import LIMIT, cut_to_top, z_score
+from tests.support.models.tiny_models import VOCAB_SIZE
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(range(33, 127, 2))
 CALLS, N, NUM_TOKENS = 16, 12, 32

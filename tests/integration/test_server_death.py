@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from tests.integration.test_cli import still_running
-from tests.outrider_serve import ENDS_WITHIN_S, outrider_serve
-from tests.serving import Models
+from tests.support.cluster.outrider_serve import ENDS_WITHIN_S, outrider_serve
+from tests.support.cluster.serving import Models
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

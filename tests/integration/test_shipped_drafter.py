@@ -26,8 +26,10 @@ Name three things to see in Rome.
 """
 
 FIRST_ACCEPTED = 0.42
-"""Of the drafts at a round's first position, the least: it is 0.50 for these prompts. Chats like them are what this
-drafter knows least of; the one of two layers before it had 0.35 of MT-bench's."""
+"""The least share accepted of drafts at a round's first position, which is 0.50 for these prompts.
+
+This drafter knows chats like them least; the one of two layers before it had 0.35 of MT-bench's.
+"""
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
-"""What tests/gpu/engines measures of steps, on CPU: the way to its numbers, not the numbers."""
+"""Runs on CPU what tests/gpu/engines measures of steps: the way to its numbers, not the numbers."""
 
 import pytest
 
-from tests.step_times import K, count_graphs, in_replica, measured
+from tests.support.load.step_times import K, count_graphs, in_replica, measured
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

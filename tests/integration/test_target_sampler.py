@@ -17,6 +17,9 @@ from outrider.cluster.link.messages import SparseQ
 from outrider.cluster.modes import Mode
 
 V, K = 40, 3
+pytestmark = pytest.mark.exhaustive
+
+
 DRAFTS = [7, 8, 9]
 OUTPUT = [4, 5, 5]
 PROMPT = [1, 2, 3]

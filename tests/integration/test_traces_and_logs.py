@@ -12,8 +12,8 @@ import ray
 
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
-from tests.otlp_collector import attributes, collecting
-from tests.serving import HANG_GUARD_S, TRACES_PORT, drafted, num_draft_tokens, wait_until
+from tests.support.cluster.serving import HANG_GUARD_S, TRACES_PORT, drafted, num_draft_tokens, wait_until
+from tests.support.otlp_collector import attributes, collecting
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -105,7 +105,7 @@ def test_an_http_request_is_one_too(ngram_pair, collector):
 
 
 def test_what_the_caller_does_not_want_traced_is_not(ngram_pair, collector):
-    """And neither is what begins here: the share of those is 0 in this deployment."""
+    """Requests without a caller's trace are not traced either: their share is 0 in this deployment."""
     unwanted, wanted = "33333333333333333333333333333333", "44444444444444444444444444444444"
     stream(ngram_pair, caller(unwanted, sampled=False), "unwanted")
     stream(ngram_pair, {}, "nobody-asked")

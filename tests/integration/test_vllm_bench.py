@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.engine, pytest.mark.timeout(900)]
 
-LAUNCHER = Path(__file__).parent.parent / "vllm_bench_serve.py"
+LAUNCHER = Path(__file__).parents[1] / "support" / "vllm_bench_serve.py"
 REQUESTS = 20
 
 

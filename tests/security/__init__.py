@@ -1,1 +1,1 @@
-"""The doors as strangers meet them: Serve's real proxies and the real ingress before a scripted target."""
+"""Attacks on a served pair through its gateway."""

@@ -1,4 +1,4 @@
-"""Bytes that attackers send, and callers of either API from an address of their own. `tests.bench.soak` uses it too."""
+"""Makes bytes that attackers send, and callers of either API at their own address. `tests.bench.soak` uses it too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import select
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -16,12 +15,13 @@ import httpx
 
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
+from tests.support.cluster.serving import wait_until
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
 """Source addresses: the legitimate caller's and the attacker's, or the other way round."""
 
 GUARD_S = 180.0
-"""How long is waited for what has no deadline of its own. Nothing is measured against it."""
+"""Seconds to wait for what has no deadline of its own. Nothing is measured against it."""
 
 PROMPT = list(b"the quick brown fox jumps")
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -75,7 +75,7 @@ def connect(port: int, source: str = HERE, receive_buffer: int | None = None) ->
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
+    """Return what comes until the other side closes."""
     with suppress(ConnectionError):
         return b"".join(iter(lambda: connection.recv(65536), b""))
     return b""
@@ -250,7 +250,5 @@ def held(connections: Iterable[socket.socket]) -> Iterator[list[socket.socket]]:
 
 
 def wait_for(holds: Any, what: str) -> None:
-    limit = time.monotonic() + GUARD_S
-    while not holds():
-        assert time.monotonic() < limit, f"{what}: in vain"
-        time.sleep(0.05)
+    """Wait for what has no deadline of its own. Fails with what was waited for."""
+    wait_until(holds, GUARD_S, what)

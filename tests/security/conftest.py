@@ -10,7 +10,7 @@ import pytest
 
 from outrider.deploy.gateway import Gateway
 from tests.security.attackers import Caller
-from tests.serving import HANG_GUARD_S, Deployment, Deployments, wait_until_idle
+from tests.support.cluster.serving import HANG_GUARD_S, Deployment, Deployments, wait_until_idle
 
 
 class Victim:
@@ -26,7 +26,7 @@ class Victim:
         return gateway
 
     def caller(self, gateway: Gateway | None = None, **of: Any) -> Caller:
-        """By default behind the tests' own gateway, which no attack here goes to."""
+        """Return a caller, by default behind the tests' own gateway, which no attack here goes to."""
         ports = _ports(self.deployment) if gateway is None else (gateway.http_port, gateway.grpc_port)
         return self._stack.enter_context(Caller(*ports, **of))
 

@@ -25,15 +25,15 @@ from outrider.actors.serving.owners import OWNER_HEADER, TOKEN_HEADER, TOKEN_VAR
 from outrider.cluster.config import ServingConfig
 from outrider.deploy.keys import Key, as_yaml, hash_of, new_secret
 from outrider.v1 import generation_pb2 as pb
-from tests.certificates import Authority
 from tests.security import attackers as raw
 from tests.security.attackers import ELSEWHERE, GUARD_S, HERE, PROMPT, Caller, code_of, wait_for
 from tests.security.conftest import Victim
+from tests.support.certificates import Authority
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 IDS = ("grpc-mine", "http-mine")
-"""Of the requests that run."""
+"""Ids of the requests that run."""
 
 LONG = {"max_tokens": 900, "ignore_eos": True}
 METHODS = {
@@ -112,7 +112,7 @@ class Streams:
 
 
 def refused(caller: Caller) -> bool:
-    """By both APIs, for want of a key."""
+    """Return whether both APIs refuse a caller for want of a key."""
     codes = {caller.code(max_tokens=1), caller.complete(max_tokens=1).status_code}
     assert codes in ({"OK", 200}, {"UNAUTHENTICATED", 401}), codes
     return "OK" not in codes
@@ -182,6 +182,7 @@ def test_tls_port_without_tls_or_without_a_certificate(victim: Victim, tmp_path:
                 caller.http.get("/livez")
 
 
+@pytest.mark.exhaustive  # tests/unit/test_gateway.py has one that ends no stream
 def test_certificate_replaced_under_load(victim: Victim, tmp_path: Path) -> None:
     authority, renewed = Authority(), Authority("renewed")
     certificate, key = authority.sign().write(tmp_path, "server")

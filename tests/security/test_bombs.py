@@ -18,6 +18,8 @@ from outrider.v1 import generation_pb2 as pb
 from tests.security import attackers as raw
 from tests.security.attackers import ELSEWHERE, GUARD_S, PROMPT, Caller, code_of, wait_for
 from tests.security.conftest import Victim
+from tests.support.load.traffic import Traffic
+from tests.support.models.reference import GREEDY
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -30,7 +32,7 @@ def chain(depth: int) -> dict[str, Any]:
 
 
 def doubling(levels: int) -> dict[str, Any]:
-    """Each definition names the one below twice: written out, it would have 2 ** levels parts."""
+    """Return a schema in which each definition names the next one twice: written out, it has 2 ** levels parts."""
     definitions = {
         f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}, {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}}]}
         for n in range(levels)
@@ -66,42 +68,6 @@ IN_EVERY_RUN = {"wide", "deep", "recursive", "pattern", "elsewhere", "regex", "a
 """One of a kind."""
 
 
-class Bystander:
-    """Streams one answer after the other, and counts its messages."""
-
-    def __init__(self, caller: Caller) -> None:
-        self.messages, self.answers, self.error = 0, list[list[int]](), list[BaseException]()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(caller,), daemon=True)
-
-    def _run(self, caller: Caller) -> None:
-        try:
-            while not self._stop.is_set():
-                tokens: list[int] = []
-                for each in caller.stream(max_tokens=100, ignore_eos=True):
-                    tokens += each.token_ids
-                    self.messages += 1
-                self.answers.append(tokens)
-        except Exception as error:  # noqa: BLE001 - raised on leaving
-            self.error.append(error)
-
-    def goes_on(self) -> None:
-        seen = self.messages
-        wait_for(lambda: self.messages > seen + 5 or self.error, "the other stream goes on")
-
-    def __enter__(self) -> Bystander:
-        self._thread.start()
-        self.goes_on()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(GUARD_S)
-        assert not self.error, self.error
-        assert not self._thread.is_alive()
-        assert all(each == self.answers[0] for each in self.answers)
-
-
 @pytest.mark.parametrize(
     "name",
     [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.exhaustive) for name in CONSTRAINTS],
@@ -110,18 +76,18 @@ def test_constraint_bombs_cost_their_own_request_alone(victim: Victim, name: str
     kind, constraint = CONSTRAINTS[name]
     text = json.dumps(constraint) if kind == "json" else constraint
     caller = victim.caller(victim.gateway(), source=ELSEWHERE)
-    with Bystander(victim.caller()) as bystander:
+    with Traffic(victim.deployment, PROMPT, 100, [GREEDY]) as bystander:
         constrained = pb.StructuredOutputs(**{kind: text})
         code = code_of(lambda: caller.generate(timeout_s=5, max_tokens=8, structured_outputs=constrained))
         assert code in ("OK", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"), code
-        bystander.goes_on()
+        bystander.wait_for_messages(5)
         body = {"structured_outputs": {kind: constraint}, "max_tokens": 8}
         headers = {"x-request-timeout-ms": "5000"}
         answer = caller.http.post("/v1/completions", json={"prompt": "a", **body}, headers=headers)
         assert answer.status_code in (200, 400, 408), answer.text
         if code != "DEADLINE_EXCEEDED" and answer.status_code != 408:  # how far it comes in 5 s is the machine's matter
             assert (code == "INVALID_ARGUMENT") == (answer.status_code == 400), (code, answer.text)
-        bystander.goes_on()
+        bystander.wait_for_messages(5)
 
 
 def test_deep_json(victim: Victim) -> None:

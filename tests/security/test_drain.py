@@ -3,15 +3,11 @@ that, what a running server listens on, and that nobody's first request has it c
 
 from __future__ import annotations
 
-import queue
 import signal
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import grpc
 import httpx
@@ -23,46 +19,22 @@ from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.ports import pick_free_port
 from outrider.deploy.server import WORKER_NICENESS
 from outrider.v1 import generation_pb2 as pb
-from tests.outrider_serve import ENDS_WITHIN_S, Served, outrider_serve
-from tests.serving import HANG_GUARD_S, Models, wait_until
+from tests.support.cluster.outrider_serve import ENDS_WITHIN_S, Served, outrider_serve
+from tests.support.cluster.serving import HANG_GUARD_S, Models, wait_until
+from tests.support.load.streams import Stream, join, under_way
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.engine, pytest.mark.timeout(1200)]
 
 PROMPT = list(b"round and round and round it goes")
 MAX_TOKENS = 900
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class Streams:
-    """Answers that run, each on a thread of its own."""
-
-    def __init__(self, server: Served, count: int) -> None:
-        self._client = OutriderClient(server.grpc)
-        self.messages: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.ends: list[Any] = [None] * count
-        """Of each: its finish reason, or the code it failed with."""
-
-        self._threads = [threading.Thread(target=self._read, args=(index,)) for index in range(count)]
-        for thread in self._threads:
-            thread.start()
-        begun: Counter[int] = Counter()
-        while len(begun) < count or min(begun.values()) < 3:
-            begun[self.messages.get(timeout=HANG_GUARD_S)] += 1
-
-    def _read(self, index: int) -> None:
-        try:
-            arguments = {"temperature": 1.0, "seed": index, "ignore_eos": True, "max_tokens": MAX_TOKENS}
-            for message in self._client.stream(PROMPT, speculation=False, **arguments):
-                self.messages.put(index)
-                self.ends[index] = pb.FinishReason.Name(message.finish_reason) if message.finish_reason else None
-        except OutriderError as error:
-            self.ends[index] = error.code
-
-    def join(self) -> list[Any]:
-        for thread in self._threads:
-            thread.join(HANG_GUARD_S)
-        self._client.close()
-        return self.ends
+@contextmanager
+def running(server: Served, count: int) -> Iterator[list[Stream]]:
+    """Streams of long answers that are under way."""
+    with OutriderClient(server.grpc) as client:
+        yield under_way(client, count, MAX_TOKENS, temperature=1.0, seed=3, speculation=False)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +44,7 @@ def admin_port() -> int:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the server's processes leave what they compile."""
+    """Return the directory where the server's processes leave what they compile."""
     return tmp_path_factory.mktemp("compiled")
 
 
@@ -97,7 +69,7 @@ KINDS = {
     "ProxyActor": "ProxyActor",
     "dashboard/dashboard.py": "dashboard",
 }
-"""By a part of their command lines. A busy actor is called by what it does."""
+"""Kinds of processes by a part of their command lines. A busy actor is called by what it does."""
 
 
 def kind_of(process: psutil.Process) -> str:
@@ -106,7 +78,7 @@ def kind_of(process: psutil.Process) -> str:
 
 
 def listening(server: Served) -> dict[str, set[tuple[str, int]]]:
-    """By kind of process: every address it listens on."""
+    """Return every address that processes listen on, by their kind."""
     found: dict[str, set[tuple[str, int]]] = {}
     for process in server.tree():
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
@@ -118,7 +90,7 @@ def listening(server: Served) -> dict[str, set[tuple[str, int]]]:
 
 
 def test_the_first_who_asks_for_log_probabilities_has_nothing_compiled(server: Served, compiled: Path) -> None:
-    """In the engine's step, where all others would wait for it."""
+    """Compiling in the engine's step would make all others wait."""
 
     def programs() -> set[Path]:
         return set(compiled.rglob("*.so"))
@@ -179,14 +151,16 @@ def test_metrics_and_status_are_on_the_admin_port_alone(server: Served, admin_po
 
 
 def test_running_answers_are_finished_and_new_ones_refused(server: Served, admin_port: int) -> None:
-    with grpc.insecure_channel(server.grpc) as channel, httpx.Client(trust_env=False, timeout=HANG_GUARD_S) as http:
+    with ExitStack() as stack:
+        channel = stack.enter_context(grpc.insecure_channel(server.grpc))
+        http = stack.enter_context(httpx.Client(trust_env=False, timeout=HANG_GUARD_S))
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", "readiness", "liveness"):
             asked = health_pb2.HealthCheckRequest(service=service)
             assert health.Check(asked, timeout=HANG_GUARD_S).status == SERVING
         watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_GUARD_S)
         assert next(watch).status == SERVING
-        streams = Streams(server, 4)
+        streams = stack.enter_context(running(server, 4))
         server.process.send_signal(signal.SIGTERM)
 
         def refuses() -> bool:
@@ -200,8 +174,9 @@ def test_running_answers_are_finished_and_new_ones_refused(server: Served, admin
         with OutriderClient(server.grpc) as late, pytest.raises(OutriderError) as refused:
             late.generate(PROMPT, max_tokens=4, timeout_s=HANG_GUARD_S)
         assert refused.value.code is grpc.StatusCode.UNAVAILABLE
-        assert None in streams.ends, "they were still running"
-        assert streams.join() == ["FINISH_REASON_LENGTH"] * 4
+        assert not all(stream.finish_reason for stream in streams), "they were still running"
+        assert join(streams) == []
+        assert {stream.finish_reason for stream in streams} == {pb.FINISH_REASON_LENGTH}
         with suppress(grpc.RpcError):
             assert all(each.status == NOT_SERVING for each in watch), "who watches health does not hold it up"
     assert server.process.wait(ENDS_WITHIN_S) == 0
@@ -213,19 +188,19 @@ def test_what_takes_longer_is_cut_and_told_so(models: Models, tmp_path: Path) ->
     with outrider_serve(models, tmp_path, tls_environment(tmp_path), serving={"drain_s": 0.5}) as server:
         for kind in ("gcs_server", "ServeReplica"):
             assert answers_to_strangers(server, kind) == {"UNAVAILABLE"}, "plain text gets as far as to be answered"
-        streams = Streams(server, 4)
-        server.process.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        ends = streams.join()
+        with running(server, 4) as streams:
+            server.process.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            cut = join(streams)
         assert server.process.wait(ENDS_WITHIN_S) == 0
         print(f"ended {time.monotonic() - began:.1f} s after the signal")
-        assert set(ends) <= {grpc.StatusCode.UNAVAILABLE, "FINISH_REASON_LENGTH"}
-        assert grpc.StatusCode.UNAVAILABLE in ends, "none was cut"
+        assert {error.code for error in cut} == {grpc.StatusCode.UNAVAILABLE}, "none was cut, or told otherwise"
+        assert {each.finish_reason for each in streams if not each.error} <= {pb.FINISH_REASON_LENGTH}
         assert any("ended unfinished" in line for line in server.said())
 
 
 def tls_environment(directory: Path) -> dict[str, str]:
-    """Of a Ray that uses TLS, with certificates of a CA of its own."""
+    """Return the environment of a Ray that uses TLS, with certificates of a CA of its own."""
     from ray._common.tls_utils import generate_self_signed_tls_certs
 
     certificate, key = generate_self_signed_tls_certs()
@@ -244,7 +219,7 @@ STRANGERS_CALLS = ("/ray.rpc.NodeInfoGcsService/CheckAlive", "/ray.serve.ASGISer
 
 
 def answers_to_strangers(server: Served, kind: str) -> set[str]:
-    """What the ports of such processes say to calls of somebody who only reaches them: a status code of gRPC's each."""
+    """Return the gRPC status codes with which the ports of such processes answer a stranger."""
     answers = set()
     for _, port in listening(server)[kind]:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:

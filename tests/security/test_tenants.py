@@ -1,4 +1,4 @@
-"""What one caller learns of others, and takes from them: ``cached_tokens`` and the length of answers, by either API."""
+"""A caller learns nothing of others: ``cached_tokens`` are its own; answers are no longer than the limits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from outrider.deploy.keys import new_secret
 from tests.security.attackers import PROMPT, Caller
 from tests.security.conftest import Victim
 from tests.security.test_access import write_keys
-from tests.serving import CHAT_TEMPLATE, Deployments, Models, engine
+from tests.support.cluster.serving import CHAT_TEMPLATE, Deployments, Models, engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.engine, pytest.mark.timeout(600)]
 
 SECRETS = {"alice": new_secret(), "bob": new_secret()}
 BLOCK = 128

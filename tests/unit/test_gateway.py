@@ -32,7 +32,7 @@ from outrider.deploy.gateway import Gateway
 from outrider.deploy.keys import Key, as_yaml, hash_of
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
-from tests.certificates import Authority
+from tests.support.certificates import Authority
 
 TOKEN = "0123456789abcdef" * 4
 PATIENCE_S = 20.0

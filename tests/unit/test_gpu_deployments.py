@@ -20,7 +20,7 @@ from tests.gpu.engines.deployments import (
     pair_with_graphs,
     target_and_lookup,
 )
-from tests.serving import Models, configurations
+from tests.support.cluster.serving import Models, configurations
 
 pytestmark = pytest.mark.usefixtures("outrider_home")
 

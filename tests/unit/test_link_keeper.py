@@ -16,7 +16,7 @@ from outrider.cluster.link.keeper import LOST_S, FailbackPolicy, LinkKeeper, Rep
 from outrider.cluster.link.link import LinkCounters
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.vocabulary import marks_of
-from tests.clock import Clock
+from tests.support.clock import Clock
 
 SOON_S = 60.0
 

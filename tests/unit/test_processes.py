@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.processes import alive, slowed, stopped
-from tests.serving import wait_until
+from tests.support.cluster.processes import alive, slowed, stopped
+from tests.support.cluster.serving import wait_until
 
 RUN = "import time\nwhile True: time.sleep(0.001)"
 WITHIN_S = 60.0

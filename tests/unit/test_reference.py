@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.actors.verification.noise import gumbel
-from tests.reference import GREEDY, Coupled, Reference
+from tests.support.models.reference import GREEDY, Coupled, Reference
 
 V = 6
 

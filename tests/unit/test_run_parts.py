@@ -32,7 +32,7 @@ def test_the_status_and_the_last_lines(tmp_path: Path) -> None:
     ours = Path(run_parts.__file__).parent
     for path, source in (
         ("pytest.ini", "[pytest]\nmarkers =\n    exhaustive\n"),
-        *((f"tests/{name}", (ours / name).read_text()) for name in ("conftest.py", "threads.py")),
+        *((f"tests/{name}", (ours / name).read_text()) for name in ("conftest.py", "support/threads.py")),
         ("tests/unit/test_unit.py", FAILS),
         ("tests/integration/test_draft_engine.py", PASSES),
         ("tests/integration/test_cli.py", PASSES),

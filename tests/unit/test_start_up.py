@@ -12,7 +12,7 @@ import pytest
 
 from outrider.actors.observability.start_up import StartUp, stages_in
 from outrider.deploy.progress import Progress
-from tests.clock import Clock
+from tests.support.clock import Clock
 
 LIGHT = (
     "outrider.deploy.cli.serve",

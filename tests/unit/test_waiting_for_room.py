@@ -19,7 +19,7 @@ from outrider.deploy.app import has_room
 from outrider.deploy.processes import StopSignal
 from outrider.deploy.progress import Progress
 from outrider.deploy.server import UNSCHEDULED, Server
-from tests.clock import Clock
+from tests.support.clock import Clock
 
 WAITS = f"Deployment 'Target' has 1 replicas that have taken more than 30s {UNSCHEDULED}. Resources required: ..."
 

@@ -52,7 +52,7 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
     """A byte is a token; the words above them decode, and no text encodes to them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from tests.tiny_models import _bytes_to_unicode
+    from tests.support.models.tiny_models import _bytes_to_unicode
 
     vocabulary = {character: byte for byte, character in _bytes_to_unicode().items()}
     vocabulary["<eos>"] = EOS

@@ -1,4 +1,4 @@
-"""What one emulated model is told: the ``emulation`` object in its checkpoint's config.json."""
+"""Describes one emulated model: the ``emulation`` object in its checkpoint's config.json."""
 
 from __future__ import annotations
 

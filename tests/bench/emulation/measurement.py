@@ -1,4 +1,4 @@
-"""What one run of one side gave, and what it could have given at best."""
+"""Sums up one run of one side, and computes what it could have given at best."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Side:
     accelerators: int
     hides_drafts: bool = False
     drafter_accelerators: int = 0
-    """Of its accelerators; several targets may share them."""
+    """The drafter's accelerators, which several targets may share."""
 
     is_served: bool = False
-    """By Outrider, over the network; else by vLLM's engine in one process."""
+    """Outrider serves it, over the network; else vLLM's engine in one process does."""
 
     def accelerators_of(self, targets: int) -> float:
         """For each of so many targets that share a drafter."""
@@ -78,12 +78,12 @@ class Measurement:
 
     @property
     def tokens_a_round(self) -> float:
-        """Of one request."""
+        """Tokens that a round gives one request."""
         return self.times.tokens / self.times.rounds / self.batch
 
 
 def ceiling(side: Side, target: StepTime, text: Text, batch: int, k: int) -> Ceiling:
-    """Of one side. k: 0 for plain decoding."""
+    """Describes the work of one side. k: 0 for plain decoding."""
     if side.drafter is None or k == 0:
         plain = 1e3 * batch / target.step_ms(batch)
         return Ceiling(plain, plain)

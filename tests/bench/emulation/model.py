@@ -28,9 +28,9 @@ from tests.bench.emulation.trace import TraceWriter
 ID_BYTES = 3
 
 RANKED_LOGITS = (24.0, 16.0, 8.0)
-"""Of a row's likeliest tokens; all others have 0. Far apart, so that sampling at temperature 1 is nearly greedy: both
-models give their choice 0.9997, and the overlap of p and q is 1 where they agree and 0.0003 or less where they do not.
-Acceptance at temperature 1 is then the greedy one to three digits."""
+"""Logits of a row's likeliest tokens; all others have 0. Far apart, so that sampling at temperature 1 is nearly
+greedy: both models give their choice 0.9997, and the overlap of p and q is 1 where they agree and 0.0003 or less where
+they do not. Acceptance at temperature 1 is then the greedy one to three digits."""
 
 
 class EmulatedForCausalLM(nn.Module):

@@ -1,4 +1,4 @@
-"""How vLLM finds the emulated model, in every process it starts.
+"""Registers the emulated model with vLLM, in every process it starts.
 
 vLLM calls the entry points of the group ``vllm.general_plugins`` in each of its processes: its own front end, the
 engine core, workers, Ray actors, and the short-lived one that inspects a model class. An entry point needs the metadata

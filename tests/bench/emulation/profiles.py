@@ -1,4 +1,4 @@
-"""What is emulated: pairs of models on data-centre accelerators, with their step times and where these come from.
+"""Lists what is emulated: pairs of models on data-centre accelerators, with their step times and where these come from.
 
 Times are milliseconds of one forward pass with sampling, context up to about a thousand tokens, bfloat16.
 
@@ -23,7 +23,7 @@ from tests.bench.emulation.step_time import StepTime
 from tests.bench.emulation.text_process import Text, TextProcess
 
 _AS_ON_HUMANEVAL = (0.735, 0.176)
-"""Of misses: the second and the third likeliest are right."""
+"""Shares of misses in which the second and the third likeliest token are right."""
 
 TEXTS = {
     # The stated acceptance, with the misses covered as they were on HumanEval.

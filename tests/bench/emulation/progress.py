@@ -1,4 +1,4 @@
-"""How many rounds of a load have run so far, by the trace that the target's device writes meanwhile."""
+"""Counts the rounds of a load so far, by the trace that the target's device writes meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tests.bench.emulation.trace import read_traces
 
 
 class FullRounds:
-    """Of a load that begins now. Thread-safe as far as it needs be: two that look at once only read twice."""
+    """Counts the rounds of a load that begins now.
+
+    Thread-safe as far as it needs be: two that look at once only read twice.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How long a step of an emulated model takes, and waiting until it has."""
+"""Computes how long a step of an emulated model takes, and waits for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StepTime:
     """Memory-bound decoding: reading the weights costs the same for any batch, a token more costs little."""
 
     base_ms: float
-    """Of a step over one token."""
+    """Milliseconds of a step over one token."""
 
     extra_token_ms: float
     """For each further token in the step, a row of another request, a draft to verify or a prompt token alike."""

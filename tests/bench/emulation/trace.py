@@ -1,4 +1,4 @@
-"""What an emulated device did and when its host came and went, written by the device itself: one instrument for all.
+"""Records what an emulated device did and when its host came and went: one instrument for all.
 
 A trace is two files that one process appends to, a write each a step, so that a reader sees whole records at any time
 and nothing depends on how the process ends: ROLE-*.trace has a record for each forward pass, ROLE-*.rows one for each

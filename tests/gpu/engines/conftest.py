@@ -1,6 +1,7 @@
 """Which of these tests can run here, and the deployments that they add to those of the other suites.
 
-Deployments are those of tests/serving.py: a GPU for each rank of a target and of a draft model, none for a look-up.
+Deployments are those of support/cluster/serving.py: a GPU for each rank of a target and of a draft model, none for a
+look-up.
 """
 
 import os

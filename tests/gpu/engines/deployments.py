@@ -1,11 +1,11 @@
-"""Deployments of these tests beside those of tests/serving.py: what `added` is given, section by section."""
+"""Deployments of these tests beside those of support/cluster/serving.py: what `added` is given, section by section."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from tests.serving import DEADLINES, Models, engine
+from tests.support.cluster.serving import DEADLINES, Models, engine
 
 PATIENT = {"round_deadline_ms": 5000, "link_deadline_ms": 30000}
 

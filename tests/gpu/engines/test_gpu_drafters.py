@@ -14,7 +14,7 @@ pytest.importorskip("grpc")
 
 from tests.gpu.engines.deployments import SIDES, pair_of_kind
 from tests.integration.test_co_located import K, run
-from tests.tiny_kinds import build_tiny_mla, build_tiny_moe
+from tests.support.models.tiny_kinds import build_tiny_mla, build_tiny_moe
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(2)]
 

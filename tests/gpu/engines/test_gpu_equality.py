@@ -7,10 +7,11 @@ pytest.importorskip("grpc")
 
 from tests.gpu.engines.deployments import target_and_lookup
 from tests.integration.test_equality import (
+    check_against,
+    plain,
     test_in_a_batch_of_sixteen_with_others_coming_and_going,
     test_with_a_draft_model,
 )
-from tests.integration.test_tensor_parallel import check, plain
 
 __all__ = ["plain", "test_in_a_batch_of_sixteen_with_others_coming_and_going", "test_with_a_draft_model"]
 
@@ -27,10 +28,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(2)
     ],
 )
 def test_against_plain_vllm(plain, deployments, name):
-    check(deployments.use(name), plain)
+    check_against(deployments.use(name), plain)
 
 
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_a_target_on_the_only_gpu_with_a_look_up(plain, added, models, method):
-    check(added(f"{method} on one GPU", **target_and_lookup(models, method)), plain)
+    check_against(added(f"{method} on one GPU", **target_and_lookup(models, method)), plain)

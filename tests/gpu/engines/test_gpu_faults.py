@@ -7,16 +7,11 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("grpc")
 
-from tests.faults.test_model_drafter import (
-    BACK_WITHIN_S,
-    MAX_TOKENS,
-    PROMPT,
-    second_link,
-    test_one_drafter_serves_two_links,
-)
+from tests.faults.test_drafter import BACK_WITHIN_S
+from tests.faults.test_two_links import MAX_TOKENS, PROMPT, second_link, test_one_drafter_serves_two_links
 from tests.gpu.engines.deployments import pair_over
-from tests.serving import drafted, num_accepted
-from tests.traffic import Traffic
+from tests.support.cluster.serving import drafted, num_accepted
+from tests.support.load.traffic import Traffic
 
 __all__ = ["second_link", "test_one_drafter_serves_two_links"]
 

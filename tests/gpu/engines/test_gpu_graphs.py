@@ -8,7 +8,7 @@ pytest.importorskip("grpc")
 
 from tests.gpu.engines.deployments import pair_with_graphs
 from tests.integration.test_draft_engine import rounds
-from tests.integration.test_tensor_parallel import check, plain
+from tests.integration.test_equality import check_against, plain
 
 __all__ = ["plain"]
 
@@ -47,4 +47,4 @@ def test_the_drafts_are_the_same_as_without_graphs(reports, graphs):
 @pytest.mark.parametrize("target_eager", [False, True])
 def test_a_pair_with_graphs_and_without(plain, added, models, target_eager, drafter_eager):
     sections = pair_with_graphs(models, target_eager, drafter_eager)
-    check(added(f"eager: {target_eager}, {drafter_eager}", **sections), plain)
+    check_against(added(f"eager: {target_eager}, {drafter_eager}", **sections), plain)

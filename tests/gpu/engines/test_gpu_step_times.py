@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 pytest.importorskip("grpc")
 
 from tests.gpu.engines.deployments import measured_pair
-from tests.step_times import HEADER, K, count_graphs, in_replica, line, measured
+from tests.support.load.step_times import HEADER, K, count_graphs, in_replica, line, measured
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(2)]
 

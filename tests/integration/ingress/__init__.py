@@ -1,1 +1,1 @@
-"""The front door over gRPC; a package, so that its tests share one cluster."""
+"""Tests the ingress over gRPC; a package, so that its tests share one cluster."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +9,12 @@ import pytest
 
 from outrider.deploy.client.sync_client import OutriderError
 from tests.integration.ingress.stand_in_target import HANG_GUARD_S
+from tests.support.cluster.serving import wait_until
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + HANG_GUARD_S
-    while not condition():
-        assert time.monotonic() < give_up, "waited in vain"
-        time.sleep(0.005)
+    """Wait for what the stand-in target does, which has no deadline of its own."""
+    wait_until(condition, HANG_GUARD_S, "the stand-in target", every_s=0.005)
 
 
 def failure(call: Callable[[], Any]) -> OutriderError:

@@ -15,7 +15,7 @@ from outrider.actors.serving.owners import TOKEN_VARIABLE, Owners
 from outrider.cluster.config import ServingConfig
 from outrider.deploy.client.sync_client import OutriderClient
 from tests.integration.ingress.stand_in_target import K, stand_in_target
-from tests.serving import Deployments
+from tests.support.cluster.serving import Deployments
 
 
 @pytest.fixture(scope="package")

@@ -1,4 +1,4 @@
-"""What the ingress answers: streams round by round, whole answers, and several of them."""
+"""The ingress answers in streams round by round, in whole answers, and with several of them."""
 
 from __future__ import annotations
 

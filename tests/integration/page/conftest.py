@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.browser import Browser, require_chromium
 from tests.integration.page.page_controls import PROMPT, SHORT, set_form
-from tests.serving import Deployment, K
+from tests.support.browser import Browser, require_chromium
+from tests.support.cluster.serving import Deployment, K
 
 
 @pytest.fixture(scope="package")

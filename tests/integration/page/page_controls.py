@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.browser import Browser
-from tests.serving import HANG_GUARD_S
+from tests.support.browser import Browser
+from tests.support.cluster.serving import HANG_GUARD_S
 
 PROMPT = "Once upon a time there was a page that showed where every token came from. "
 LONG, SHORT = 240, 80

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser import Browser
 from tests.integration.page.page_controls import (
     LONG,
     PLAIN,
@@ -19,7 +18,8 @@ from tests.integration.page.page_controls import (
     set_form,
     shown,
 )
-from tests.serving import HANG_GUARD_S, Deployment, K, wait_until_idle
+from tests.support.browser import Browser
+from tests.support.cluster.serving import HANG_GUARD_S, Deployment, K, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -90,6 +90,7 @@ def test_side_by_side_with_plain_decoding(page: Browser, order: str) -> None:
         assert page.script("return document.documentElement.scrollWidth") <= 390
 
 
+@pytest.mark.exhaustive  # test_page_scripts.py has how a difference is found
 def test_different_answers_are_told(page: Browser) -> None:
     set_form(page, temperature="1", seed="")
     generate(page)

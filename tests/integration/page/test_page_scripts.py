@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser import Browser
+from tests.support.browser import Browser
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

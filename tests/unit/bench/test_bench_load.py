@@ -16,7 +16,7 @@ from outrider.deploy.bench import run, servers
 from outrider.deploy.bench.load import Load
 from outrider.deploy.bench.machine import BenchError
 from outrider.deploy.bench.servers import RunningServer, command_line, engine_arguments
-from tests.tiny_models import build_tiny_llama, write_tokenizer
+from tests.support.models.tiny_models import build_tiny_llama, write_tokenizer
 from tests.unit.bench import played_api
 from tests.unit.bench.played_api import Api
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from outrider.deploy import cli
-from tests.tiny_models import build_tiny_llama
+from tests.support.models.tiny_models import build_tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from outrider.deploy.models import identity
 from outrider.deploy.models.check import check_models
 from outrider.deploy.models.identity import Reference, check_made_for, weights_digest
 from outrider.deploy.models.store import MANIFEST
-from tests.tiny_models import build_tiny_llama, pad_vocabulary
+from tests.support.models.tiny_models import build_tiny_llama, pad_vocabulary
 
 pytestmark = pytest.mark.usefixtures("outrider_home")
 

@@ -10,7 +10,7 @@ import torch
 from outrider.cluster.config import ConfigError
 from outrider.deploy.distill.run import Settings, _Run
 from outrider.deploy.progress import Progress
-from tests.tiny_models import build_tiny_llama
+from tests.support.models.tiny_models import build_tiny_llama
 
 
 @pytest.fixture(scope="module")

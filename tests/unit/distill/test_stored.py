@@ -21,7 +21,7 @@ from outrider.deploy.distill.models import (
 from outrider.deploy.distill.stored import DESCRIPTION, TENSORS, assemble, read, store
 from outrider.deploy.models.check import check_vocabularies
 from outrider.deploy.models.identity import Reference, weights_digest
-from tests.tiny_models import build_tiny_llama
+from tests.support.models.tiny_models import build_tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from outrider.cluster.link.messages import (
     SparseQ,
 )
 from outrider.cluster.modes import Mode
-from tests.clock import Clock
+from tests.support.clock import Clock
 from tests.unit.drafter.scripted_proposer import FORESEEN, SOON_S, FakeProposer, Sink
 from tests.unit.drafting_engine import MemoryEngine
 

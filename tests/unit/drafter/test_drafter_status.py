@@ -7,7 +7,7 @@ import pytest
 
 from outrider.actors.drafter.actor import DrafterStatus
 from outrider.cluster.link.keeper import LOST_S
-from tests.clock import Clock
+from tests.support.clock import Clock
 
 
 class StoppedDrafter:

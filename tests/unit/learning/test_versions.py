@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from outrider.actors.learning.gate import Difference, Verdict
 from outrider.actors.learning.versions import KEPT_VERSIONS, Version, VersionStore, sampled_digest, status_of
 from outrider.v1 import generation_pb2 as pb
-from tests.tiny_models import build_tiny_llama
+from tests.support.models.tiny_models import build_tiny_llama
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

@@ -17,7 +17,7 @@ from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.link import TransportClosed, TransportError, TransportTimeout
 from outrider.cluster.link.rendezvous import check_device
 from outrider.cluster.link.transport import DeviceTransport, _group_of_two
-from tests import cpu_device
+from tests.support.devices import cpu_device
 from tests.unit.link.memory_transport import CAPACITY, frame
 
 pytestmark = pytest.mark.timeout(300)

@@ -18,7 +18,7 @@ from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_adapter.engine_requests import traced_generate
 from outrider.cluster.config import ConfigError, ServingConfig
 from outrider.cluster.link.messages import DraftOrigin
-from tests.otlp_collector import collecting
+from tests.support.otlp_collector import collecting
 from tests.unit.round.scripted_link import Engine, arrival, asked, drafting, params
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

@@ -10,7 +10,7 @@ import pytest
 from outrider.actors.serve_adapter.autoscaling import LASTS_S, serve_autoscaling
 from outrider.actors.serving.autoscaling import Report
 from outrider.cluster.config import AutoscalingConfig
-from tests.scaling_cluster import BUSY, IDLE, RATE, SEATS, TOKENS, Cluster, Controller, steady, waiting
+from tests.support.cluster.scaling_cluster import BUSY, IDLE, RATE, SEATS, TOKENS, Cluster, Controller, steady, waiting
 
 HELD_UP = replace(BUSY, running=8, kv_cache_usage=0.97, waiting=1, waiting_tokens=TOKENS)
 

@@ -20,7 +20,7 @@ from outrider.actors.serving.pool_scaling import PROBE_S, TRIAL_S
 from outrider.cluster.config import PoolScalingConfig
 from outrider.cluster.drafter_registry import Verifier, Work
 from outrider.cluster.registry import Registry
-from tests.scaling_cluster import Controller
+from tests.support.cluster.scaling_cluster import Controller
 
 IDLE = Work()
 GOOD, POOR, UNKNOWN = Work(1, 60.0, 40.0), Work(1, 41.0, 40.0), Work(1)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from outrider.actors.verification.transfer import wait_for
-from tests.counting_device import DEVICE, POISON, CountingDevice
+from tests.support.devices.counting_device import DEVICE, POISON, CountingDevice
 
 
 @pytest.fixture

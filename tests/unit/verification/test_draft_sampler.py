@@ -11,7 +11,7 @@ from outrider.actors.verification.draft_sampler import greedy_in_numpy, greedy_i
 from outrider.actors.verification.noise import gumbel
 from outrider.actors.verification.search import TokenSubset, likeliest, search_maxima
 from outrider.cluster.modes import Mode
-from tests.counting_device import DEVICE, CountingDevice
+from tests.support.devices.counting_device import DEVICE, CountingDevice
 from tests.unit.verification.toy_target import plain_constraints
 from tests.unit.verification.whole_rows import constrain_logits
 

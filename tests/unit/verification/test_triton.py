@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from outrider.actors.verification import torch_kernel
-from tests import interpreted
-from tests.counting_device import DEVICE, CountingDevice
+from tests.support.devices import interpreted
+from tests.support.devices.counting_device import DEVICE, CountingDevice
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

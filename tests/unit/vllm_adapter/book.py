@@ -20,7 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from outrider.actors.vllm_adapter.engine_args import target_vllm_config
 from outrider.cluster.config import parse_config
 from outrider.cluster.placement import RankPlacement
-from tests.tiny_models import build_tiny_llama
+from tests.support.models.tiny_models import build_tiny_llama
 
 K = 4
 EOS = 7

@@ -43,7 +43,7 @@ from outrider.actors.vllm_adapter.target_runner import RoundRunner
 from outrider.actors.vllm_adapter.target_sampler import TargetSampler
 from outrider.cluster.config import LinkConfig
 from outrider.cluster.link.messages import Commit, DraftSampling, Message, Open, Proposals, ProposalStatus, SparseQ
-from tests.counting_device import DEVICE, CountingDevice
+from tests.support.devices.counting_device import DEVICE, CountingDevice
 from tests.unit.round.scripted_link import FakeLink
 from tests.unit.vllm_adapter.book import MAX_MODEL_LEN, K
 

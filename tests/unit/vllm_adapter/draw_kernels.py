@@ -7,7 +7,7 @@ import pytest
 from outrider.actors.verification import draft_sampler
 from outrider.actors.verification.coupled import coupled_ranking
 from outrider.actors.verification.search import TokenSubset
-from tests.counting_device import CountingDevice
+from tests.support.devices.counting_device import CountingDevice
 
 
 def draw_on(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from outrider.actors.vllm_adapter.engine_args import target_vllm_config
 from outrider.actors.vllm_adapter.parser_families import REASONING_FAMILIES, TOOL_CALL_FAMILIES, Parsers, chosen
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.cluster.placement import RankPlacement
-from tests.tiny_models import build_tiny_llama
+from tests.support.models.tiny_models import build_tiny_llama
 
 TOOLS = "{%- if tools %}{{ tools | tojson }}"
 TAGGED = (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests import interpreted
+from tests.support.devices import interpreted
 
 block_copies = pytest.importorskip("outrider.actors.drafter.block_copies", exc_type=ImportError)
 

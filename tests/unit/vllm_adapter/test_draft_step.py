@@ -21,7 +21,7 @@ from outrider.actors.drafter.engine import Draw, Drawn, StepPlan, StepRow
 from outrider.actors.vllm_adapter.draft_worker import CutHead, DraftWorker
 from outrider.cluster.link.messages import DraftSampling
 from outrider.cluster.modes import Mode
-from tests.counting_device import DEVICE, CountingDevice
+from tests.support.devices.counting_device import DEVICE, CountingDevice
 from tests.unit.vllm_adapter.device_rank import async_tensor_h2d
 from tests.unit.vllm_adapter.draw_kernels import draw_on
 

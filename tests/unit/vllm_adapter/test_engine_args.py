@@ -13,8 +13,8 @@ from outrider.actors.vllm_adapter import engine_args
 from outrider.actors.vllm_adapter.engine_args import drafter_vllm_config, target_engine_arguments, target_vllm_config
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, parse_config
 from outrider.cluster.placement import RankPlacement
-from tests.draft_engine_graphs import SIZES
-from tests.tiny_models import build_tiny_llama
+from tests.support.models.draft_engine_graphs import SIZES
+from tests.support.models.tiny_models import build_tiny_llama
 
 RANKS = RankPlacement("local", ["Verifier:test"], [0], None, {})
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from outrider.actors.round.scheduling import MAX_OVERTAKING_S, FairOrder, prefill_threshold
 from outrider.actors.vllm_adapter.scheduler import FairScheduling
-from tests.clock import Clock
+from tests.support.clock import Clock
 
 
 class Base:

@@ -28,7 +28,7 @@ from outrider.actors.vllm_adapter.target_runner import RoundRunner
 from outrider.actors.vllm_adapter.target_sampler import TargetSampler
 from outrider.cluster.link.messages import DraftSampling, SparseQ
 from outrider.cluster.modes import Mode
-from tests.counting_device import DEVICE, CountingDevice
+from tests.support.devices.counting_device import DEVICE, CountingDevice
 from tests.unit.vllm_adapter.draw_kernels import draw_on
 
 V, K, N = 300, 3, 5

@@ -1,5 +1,5 @@
 """What the draft model's forward pass is given on a GPU, by the values that are set. The graphs themselves need one;
-tests/draft_engine_graphs.py plays them."""
+tests/support/models/draft_engine_graphs.py plays them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.actors.verification.transfer import to_device
 from outrider.actors.vllm_adapter import paged_forward
 from outrider.actors.vllm_adapter.paged_forward import PagedForward
 from outrider.cluster.link.messages import DraftSampling
-from tests.counting_device import DEVICE, CountingDevice
+from tests.support.devices.counting_device import DEVICE, CountingDevice
 
 MOST_TOKENS, VOCAB = 16, 100
 

@@ -22,7 +22,7 @@ from outrider.actors.vllm_adapter.engine_args import target_vllm_config
 from outrider.actors.vllm_adapter.target_runner import RoundRunner
 from outrider.cluster.config import parse_config
 from outrider.cluster.placement import RankPlacement
-from tests.tiny_models import VOCAB_SIZE, build_tiny_llama
+from tests.support.models.tiny_models import VOCAB_SIZE, build_tiny_llama
 from tests.unit.vllm_adapter.book import BLOCK_SIZE, MAX_MODEL_LEN, K, ask, make_scheduler, next_token
 
 STEP_TOKENS = 48

@@ -13,7 +13,7 @@ from vllm.renderers import renderer_from_config
 
 from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest, RequestError, TokenizeRequest
 from outrider.actors.vllm_adapter.prompts import PromptTokenizer
-from tests.tiny_models import VOCAB_SIZE, build_tiny_llama
+from tests.support.models.tiny_models import VOCAB_SIZE, build_tiny_llama
 
 MAX_LEN = 64
 TEMPLATE = (

@@ -16,7 +16,7 @@ from outrider.actors.replica_calls import GenerationRequest
 from outrider.actors.round.origins import RoundLog
 from outrider.actors.vllm_adapter.engine_requests import round_outputs
 from outrider.actors.vllm_adapter.target_engine import log_rounds
-from tests.tiny_models import _byte_tokenizer
+from tests.support.models.tiny_models import _byte_tokenizer
 
 K = 4
 

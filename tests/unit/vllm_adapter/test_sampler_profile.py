@@ -12,7 +12,7 @@ from outrider.actors.round.request import Deployment
 from outrider.actors.round.round import Round
 from outrider.actors.vllm_adapter.target_sampler import TargetSampler
 from outrider.cluster.config import LinkConfig
-from tests.counting_device import DEVICE
+from tests.support.devices.counting_device import DEVICE
 from tests.unit.vllm_adapter.book import MAX_MODEL_LEN, K
 from tests.unit.vllm_adapter.device_rank import DeviceRank, Group, V, counting, grouped, model
 

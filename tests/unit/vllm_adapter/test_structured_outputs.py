@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from outrider.actors.vllm_adapter.structured_outputs import serve_both
-from tests.tiny_models import EOS
+from tests.support.models.tiny_models import EOS
 from tests.unit.vllm_adapter.book import ahead_config
 
 BOTH = {

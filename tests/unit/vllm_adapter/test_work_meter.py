@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.actors.vllm_adapter.work_meter import HALF_LIFE_S, WINDOW_S, WorkMeter
-from tests.clock import Clock
+from tests.support.clock import Clock
 
 
 @pytest.fixture

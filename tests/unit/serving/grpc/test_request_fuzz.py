@@ -19,8 +19,8 @@ from outrider.actors.serving.grpc.requests import ServedModel, to_generation_req
 from outrider.actors.vllm_adapter.engine_requests import refusal, sampling_params
 from outrider.actors.vllm_adapter.prompts import PromptTokenizer
 from outrider.v1 import generation_pb2 as pb
-from tests.serving import CHAT_TEMPLATE
-from tests.tiny_models import VOCAB_SIZE, build_tiny_llama
+from tests.support.cluster.serving import CHAT_TEMPLATE
+from tests.support.models.tiny_models import VOCAB_SIZE, build_tiny_llama
 
 NUM_REQUESTS = 10_000
 SERVED = ServedModel("pair", 8)

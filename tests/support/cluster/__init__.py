@@ -1,0 +1,1 @@
+"""Start servers, clusters and hosts for tests, and observe their processes."""

@@ -1,0 +1,1 @@
+"""Devices that run on a CPU and show what a CPU hides."""

@@ -1,0 +1,1 @@
+"""Clients that load a server, and checks of what they received."""

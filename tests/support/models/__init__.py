@@ -1,0 +1,1 @@
+"""Build tiny checkpoints, and compute the tokens that they must give."""
