@@ -12,7 +12,7 @@ STAMP := $(VENV)/.outrider-ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-unit test-cuda-build test-gpu lint format protos clean
+.PHONY: help setup demo serve test test-all test-unit mutants test-cuda-build test-gpu lint format protos clean
 
 help:  ## List these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-all: $(STAMP)  ## The same with the exhaustive sweeps and what takes minute
 test-unit: $(STAMP)  ## Unit tests only, on every core: no engine
 	@exec $(BIN)/python tests/run_parts.py --only unit -m "not exhaustive" $(PYTEST_ARGS)
 
+mutants: $(STAMP)  ## Small faults in the product, 80 by default, which the unit tests should see (MUTANTS="--seed 1 --jobs 2")
+	@exec $(BIN)/python -m tests.mutants $(MUTANTS)
+
 test-cuda-build:  ## What can be shown of the CUDA path without a GPU: vLLM's CUDA build on a virtual one, in .venv-cuda (9 GB)
 	@exec $(PYTHON) -m tests.cuda_build
 
@@ -64,5 +67,5 @@ protos: $(STAMP)  ## Regenerate the gRPC stubs beside the .proto files
 	$(BIN)/python protos/generate.py
 
 clean:  ## Remove .venv, caches and build outputs (fetched models stay)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .mypy_tree
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache .mypy_cache .mypy_tree
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

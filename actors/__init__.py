@@ -1,1 +1,1 @@
-"""Who does the work: ingress, target, verifier, drafter, and the messages between them."""
+"""Contains the actors, ingress, target, verifier and drafter, and the types of calls between them."""

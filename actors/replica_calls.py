@@ -1,4 +1,4 @@
-"""Calls of a target replica: requests, outputs and errors.
+"""Defines the requests, outputs and errors of calls to a target replica.
 
 A generation over gRPC is a GenerationRequest and comes back as RoundOutputs, one a round. A request of OpenAI's API is
 an HttpCall. The ingress loads this module, so it does not import vLLM.
@@ -19,16 +19,18 @@ logger = logging.getLogger("ray.serve.outrider.routing")
 
 
 class MayHaveDeadline:
+    """Adds the time left to a request that may have a deadline."""
+
     deadline: Deadline | None
 
     def seconds_left(self) -> float | None:
-        """Until the deadline, negative once it has passed. None without one."""
+        """Returns the seconds until the deadline, negative once it has passed; None without one."""
         return None if self.deadline is None else self.deadline.left_s()
 
 
 @dataclass(frozen=True)
 class GenerationRequest(MayHaveDeadline):
-    """A validated request. Exactly one of prompt_text, prompt_token_ids and prompt_chat is set."""
+    """Holds a validated request. Exactly one of prompt_text, prompt_token_ids and prompt_chat is set."""
 
     request_id: str
     prompt_text: str | None = None
@@ -48,7 +50,7 @@ class GenerationRequest(MayHaveDeadline):
     """``rejection``, ``block`` or ``coupled``; None: as the deployment is configured (see verification.mode)."""
 
     deadline: Deadline | None = None
-    """After which the answer is worthless; the engine then drops the request."""
+    """When it passes, the engine drops the request."""
 
     prompt_chat: ChatPrompt | None = None
 
@@ -59,7 +61,7 @@ class GenerationRequest(MayHaveDeadline):
     """Replicas that were lost with this request before it had any output; see outrider.actors.serving.running."""
 
     tenant: int = 0
-    """Whose memory of answers it may learn from and adds to; 0: everybody's."""
+    """The caller whose remembered answers it may use and adds to; 0: all callers share them."""
 
     caller: int = 0
     """A hash, 64 bits, of the key or address that sent it; 0: unknown. Request ids are each caller's own."""
@@ -71,7 +73,7 @@ class GenerationRequest(MayHaveDeadline):
     """Prompts share cached blocks with prompts of the same salt only."""
 
     adapter: str | None = None
-    """That the target answers it with, by its name; None: with none."""
+    """Name of the LoRA adapter that the target applies; None: no adapter."""
 
     @property
     def engine_id(self) -> str:
@@ -79,18 +81,18 @@ class GenerationRequest(MayHaveDeadline):
 
     @property
     def num_answers(self) -> int:
-        """n: each answer ends with a finish_reason of its own."""
+        """Returns n. Each answer ends with a finish_reason of its own."""
         return int(self.sampling.get("n", 1))
 
     @property
     def routed(self) -> RoutedRequest:
-        """Holds what the router needs to know of the request."""
+        """Returns what the router needs to know of the request."""
         return of_generation(self)
 
 
 @dataclass(frozen=True)
 class HttpCall(MayHaveDeadline):
-    """A request for vLLM's own HTTP app in a replica."""
+    """Holds a request for vLLM's own HTTP app in a replica."""
 
     method: str
     path: str
@@ -99,10 +101,10 @@ class HttpCall(MayHaveDeadline):
     body: bytes
     request_id: str
     routed: RoutedRequest | None
-    """None: it generates nothing."""
+    """Profile for the router; None: the call generates nothing."""
 
     caller: int = 0
-    """Is a GenerationRequest's field of this name, like the next three."""
+    """This and the next three fields are those of GenerationRequest."""
 
     tenant: int = 0
     deadline: Deadline | None = None
@@ -111,7 +113,7 @@ class HttpCall(MayHaveDeadline):
 
 @dataclass(frozen=True)
 class HttpHead:
-    """Status and headers of a response, which come before the parts of its body."""
+    """Holds status and headers of a response, which come before the parts of its body."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...] = ()
@@ -119,11 +121,10 @@ class HttpHead:
 
 @dataclass(frozen=True)
 class Deadline:
-    """A moment of this process's monotonic clock after which an answer is worthless.
+    """Marks the moment of this process's monotonic clock after which an answer is of no use.
 
-    Wall-clock times are never compared: nodes disagree about them, and they are set back and forward. Each process
-    counts on its own monotonic clock. Pickled, this is the time that is left, which goes on being counted where it is
-    unpickled.
+    Pickling stores the time left, and unpickling counts it down on the clock of the other process: clocks of two nodes
+    cannot be compared, and wall-clock time can be set.
     """
 
     at_s: float
@@ -134,7 +135,7 @@ class Deadline:
         return cls(clock() + timeout_s, clock)
 
     def left_s(self) -> float:
-        """Negative once it has passed."""
+        """Returns the seconds left, negative once it has passed."""
         return self.at_s - self.clock()
 
     def __reduce__(self) -> tuple[Callable[[float], Deadline], tuple[float]]:
@@ -150,7 +151,7 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation, and how the model's chat template makes a prompt of it."""
+    """Holds a conversation, and how the model's chat template makes a prompt of it."""
 
     messages: tuple[ChatMessage, ...]
     add_generation_prompt: bool = True
@@ -161,7 +162,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class RoundOutput:
-    """What one round committed for one answer. The answer's last one has finish_reason set."""
+    """Holds what one round committed for one answer. The answer's last one has finish_reason set."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -172,7 +173,7 @@ class RoundOutput:
     """The stop string, or the stop token id as text, when one ended the answer."""
 
     usage: Usage | None = None
-    """Of this answer so far, the prompt's tokens counted in each. In a request's first outputs and an answer's last."""
+    """Tokens of this answer so far, with those of the prompt. Set in a request's first outputs and an answer's last."""
 
     speculative_decoding: SpeculativeDecodingMetrics | None = None
     """This and the next in an answer's last output only."""
@@ -180,7 +181,7 @@ class RoundOutput:
     timing: RequestTiming | None = None
 
     index: int = 0
-    """Which of the n answers."""
+    """Index of the answer among the n answers."""
 
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry per token of token_ids, or none when they were not asked for."""
@@ -189,10 +190,10 @@ class RoundOutput:
     """One entry per token of the prompt, None for the first. In the first output of a request only."""
 
     origins: tuple[str, ...] = ()
-    """One per token of token_ids, in the names of outrider.actors.round.origins; or none, which is all unknown."""
+    """One per token of token_ids, by the names of outrider.actors.round.origins; empty: not known."""
 
     num_rounds: int = 0
-    """Rounds that these tokens are of: several when whoever reads is slower than the target. 0: not known."""
+    """Rounds that produced these tokens: several when the reader is slower than the target. 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -204,13 +205,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class SpeculativeDecodingMetrics:
-    """Per request, in vLLM's names. A spec step is a round in which at least one token was drafted."""
+    """Counts the drafts of a request, by vLLM's names. A spec step is a round with at least one drafted token."""
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     mean_acceptance_length: float = 1.0
-    """With the bonus token: 1 + accepted / steps."""
+    """1 + accepted / steps, with the bonus token."""
 
     draft_acceptance_rate: float = 0.0
     acceptance_histogram: tuple[int, ...] = ()
@@ -219,36 +220,39 @@ class SpeculativeDecodingMetrics:
 
 @dataclass(frozen=True)
 class RequestTiming:
-    """Seconds of one request in the target replica, by the names of vLLM's request metrics. 0: it did not get there."""
+    """Holds seconds of one request in the target replica, by the names of vLLM's request metrics. 0: not reached."""
 
     queue_time_s: float
-    """From its arrival in the engine to the first step it was part of."""
+    """Arrival in the engine to the first step with the request."""
 
     prefill_time_s: float
-    """From there to its first token."""
+    """That step to the first token."""
 
     decode_time_s: float
-    """From its first token to its last."""
+    """First token to the last one."""
 
     e2e_latency_s: float
-    """From its arrival in the replica to its end."""
+    """Arrival in the replica to the end."""
 
 
 class TokenLogprob(NamedTuple):
-    """logprob: natural logarithm of the model's own probability, before every sampling parameter. A tuple, like the
-    next: thousands of them come at once, and a dataclass takes fifty times as long to pickle."""
+    """Holds one token's log-probability.
+
+    logprob: natural logarithm of the model's own probability, before every sampling parameter. This and TokenLogprobs
+    are tuples: thousands come at once, and a dataclass takes fifty times as long to pickle.
+    """
 
     token_id: int
     logprob: float
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position of a prompt or an answer."""
+    """Holds log-probabilities at one position of a prompt or an answer."""
 
     token_id: int
     logprob: float
     rank: int
-    """In the vocabulary, 1 for the likeliest."""
+    """Rank in the vocabulary, 1 for the likeliest token."""
 
     top: tuple[TokenLogprob, ...] = ()
     """The likeliest tokens, best first: as many as asked for."""
@@ -256,7 +260,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizeRequest:
-    """A prompt to tokenise. Exactly one of text and chat is set."""
+    """Holds a prompt to tokenise. Exactly one of text and chat is set."""
 
     text: str | None = None
     chat: ChatPrompt | None = None
@@ -268,12 +272,12 @@ class TokenizeRequest:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a prompt is to the model."""
+    """Holds the token ids of a prompt."""
 
     token_ids: tuple[int, ...]
     max_model_len: int
     token_strs: tuple[str, ...] = ()
-    """As the vocabulary spells them, when asked for."""
+    """The vocabulary's spelling of each, when asked for."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +287,7 @@ class ModelInfo:
     dtype: str
     architecture: str
     tokenizer: str
-    """Its class."""
+    """Class of the tokenizer."""
 
     has_chat_template: bool
     eos_token_ids: tuple[int, ...]
@@ -299,10 +303,10 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class ReplicaReply:
-    """One replica's answer to a call that all of a deployment get: value, or error when it failed or was late."""
+    """Holds one replica's reply to a broadcast: value, or error when it failed or was late."""
 
     replica_id: str | None
-    """Serve's unique id of the replica; None when it died or was late, and so never said who it is."""
+    """Serve's unique id of the replica; None when it died or was late: replies carry it."""
 
     value: Any = None
     error: str | None = None
@@ -319,8 +323,8 @@ It is passed in, since only the adapter uses private names of Serve."""
 
 
 async def sign(target: Any, replica_id: str, method: str, args: tuple[Any, ...]) -> ReplicaReply:
-    """The replica's side of a broadcast: call the coroutine method of target, and put the replica's id on what comes of
-    it."""
+    """Calls the coroutine method of target, as the replica's side of a broadcast, and adds the replica's id to the
+    reply."""
     try:
         return ReplicaReply(replica_id, value=await getattr(target, method)(*args))
     except Exception as error:
@@ -329,7 +333,7 @@ async def sign(target: Any, replica_id: str, method: str, args: tuple[Any, ...])
 
 
 class RequestError(Exception):
-    """A request that is refused.
+    """Refuses a request.
 
     field: the request field at fault, in the public API's spelling, e.g. ``sampling.temperature``.
     fix: what to send instead.
@@ -344,7 +348,7 @@ class RequestError(Exception):
 
 
 class RequestIdInUse(Exception):
-    """A request with this id is running."""
+    """Refuses a request whose id is that of a running one."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
@@ -355,7 +359,7 @@ class RequestIdInUse(Exception):
 
 
 class ReplicaLost(ConnectionError):
-    """A replica that can still answer cannot serve: its engine is dead. Serve will replace it."""
+    """Reports a replica whose engine is dead, from the replica itself. Serve will replace it."""
 
     def __init__(self, replica_id: str, problem: str) -> None:
         super().__init__(replica_id, problem)
@@ -370,8 +374,10 @@ LIMITS = ("structured_outputs", "allowed_token_ids", "bad_words", "repetition_pe
 
 
 class SamplingFailed(Exception):
-    """The engine gave a request up because it could not choose its next token, and the request has no LIMITS that it
-    may be due to. Other requests go on."""
+    """Reports a request whose next token the engine could not choose, where none of LIMITS may be the reason.
+
+    Other requests go on.
+    """
 
     WHY = "the model's logits for the next token were not finite"
 

@@ -1,5 +1,4 @@
-"""Checks a structured-output constraint for what vLLM does not check: whether its kind is served, its size, its
-nesting. vLLM and its backends check the rest."""
+"""Checks the kind, size and nesting of a structured-output constraint. vLLM and its backends check the rest."""
 
 from __future__ import annotations
 
@@ -11,19 +10,19 @@ from outrider.actors.replica_calls import RequestError
 Mode = Literal["off", "json", "all"]
 
 MAX_CONSTRAINT_BYTES = 64 << 10
-"""Of one constraint, as UTF-8."""
+"""Largest size of one constraint, as UTF-8."""
 
 MAX_NESTING = 64
-"""Levels of objects and arrays in a schema; of brackets in a regex or a grammar."""
+"""Largest nesting of objects and arrays in a schema, and of brackets in a regex or a grammar."""
 
 TAG_NESTING = 16
-"""Levels of a structural tag around the schemas in it, as vLLM's tool parsers write them."""
+"""Further levels of a structural tag around its schemas, as vLLM's tool parsers write them."""
 
 MAX_ITEMS = 1 << 16
-"""Of ``minItems`` and ``maxItems``: guidance takes 100 bytes of memory for each."""
+"""Largest ``minItems`` and ``maxItems``: guidance takes 100 bytes of memory for each item."""
 
 JSON_KINDS = frozenset({"json", "json_object", "choice"})
-"""What the mode ``json`` serves, besides the structural tags that vLLM makes of tools."""
+"""Kinds that the mode ``json`` serves, besides the structural tags that vLLM makes of tools."""
 
 
 def check_kind(field: str, kind: str, mode: Mode) -> None:

@@ -1,7 +1,7 @@
-"""Who is in the deployment, and who drafts for whom. Pure: the registry holds one ``DrafterRegistry``.
+"""Assigns drafters to verifiers. The registry actor holds one ``DrafterRegistry``, which does no input or output.
 
-A target whose replica owns a drafter uses that one, every other the least loaded of the pool. It stays there until that
-drafter goes, drains, or another of the pool is empty. While its drafter cannot be reached it is lent another.
+A target whose replica owns a drafter uses that one, every other target the least loaded of the pool. It keeps it until
+that drafter leaves or drains, or another of the pool is unused. While its drafter is unreachable, another one is lent.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from outrider.cluster.config import OutriderConfig
 from outrider.cluster.link.frame import PROTOCOL_VERSION
 
 SETTLE_S = 5.0
-"""How long nobody moves to an empty drafter after a target has asked for the first time: a new registry does not know
+"""How long no target moves to an unused drafter after one has asked for the first time: a new registry does not know
 yet which drafters the others are linked to."""
 
 
 def fingerprint(config: OutriderConfig) -> str:
-    """Hashes what both ends of a link have to agree on: models, tokens, how is drafted, and the protocol.
+    """Hashes what both ends of a link must agree on: models, tokens, drafting method and protocol.
 
-    A deployment that is replaced by another configuration has members of both for a while.
+    While a deployment is replaced, members of the old and the new configuration run side by side.
     """
     drafter, target = config.remote_drafter, config.target
     where = {"placement", "cores", "node_labels", "num_drafters", "autoscaling"}
@@ -44,12 +44,12 @@ class LinkGrant:
     epoch: int
     drafter: str
     has_others: bool = False
-    """There are other drafters not known to be unreachable: this one need not be waited for."""
+    """Whether other drafters are not known to be unreachable, so that this one need not be waited for."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Names the drafter that a verifier should have. at_once: the one that it has now is about to go."""
+    """Names the drafter that a verifier should have. at_once: its present one is draining."""
 
     drafter: str | None
     at_once: bool = False
@@ -57,7 +57,7 @@ class Assignment:
 
 @dataclass
 class LinkReport:
-    """Holds what a verifier last said of its link. state: ``connecting``, ``up`` or ``down``."""
+    """Holds a verifier's last report of its link. state: ``connecting``, ``up`` or ``down``."""
 
     state: str
     epoch: int = 0
@@ -66,43 +66,43 @@ class LinkReport:
     rtt_us: float = 0.0
     last_error: str = ""
     backend: str = ""
-    """Of a link that is up: local, gloo, or one of backends.DEVICE_BACKENDS."""
+    """Transport of a link that is up: local, gloo, or one of backends.DEVICE_BACKENDS."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """Describes a replica; it says so itself with every heartbeat."""
+    """Describes a replica, in each of its heartbeats."""
 
     replica: str
     drafter: str | None = None
     """Name of its drafter's actor; None: it has none, or it has not loaded."""
 
     pooled: bool = False
-    """Its drafter is there for others: it has no verifier itself."""
+    """Whether its drafter serves other replicas' verifiers; it has none itself."""
 
     fingerprint: str = ""
     node: str = ""
-    """Its drafter's."""
+    """Node of its drafter."""
 
     draining: bool = False
-    """It is about to go: nobody is assigned to its drafter any more."""
+    """Whether it is being taken down; its drafter gets no more verifiers."""
 
     trouble: str = ""
-    """Why its drafter is not there yet; empty: nothing has failed."""
+    """Why its drafter has not loaded; empty: nothing has failed."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Says what a target does, tokens a second as its length controller expects them; 0: not known."""
+    """Describes a target's load, in tokens a second as its length controller expects them; 0: not known."""
 
     rows: float = 0.0
     """Running requests that may be drafted for."""
 
     rate: float = 0.0
-    """With drafts."""
+    """Rate with drafts."""
 
     plain_rate: float = 0.0
-    """Without."""
+    """Rate without drafts."""
 
     @property
     def is_busy(self) -> bool:
@@ -111,40 +111,40 @@ class Work:
 
 @dataclass(frozen=True)
 class Verifier:
-    """Asks for a drafter."""
+    """Describes a verifier that asks for a drafter."""
 
     name: str
-    """Its replica's."""
+    """Name of its replica."""
 
     fingerprint: str = ""
     node: str = ""
     linked_to: str = ""
-    """The drafter of the link that is up."""
+    """Drafter of the link that is up."""
 
     work: Work = Work()
 
 
 @dataclass
 class DrafterRegistry:
-    """Keeps the tables. ``now``: seconds, of one clock."""
+    """Keeps members, links and assignments. ``now``: seconds of one clock."""
 
     members: dict[str, Member] = field(default_factory=dict)
-    """By replica."""
+    """Replica -> its last heartbeat."""
 
     ends: dict[str, float] = field(default_factory=dict)
-    """Replica -> when it counts as gone, unless it is heard from before."""
+    """Replica -> when it counts as gone, unless it renews before."""
 
     verifiers: dict[str, Verifier] = field(default_factory=dict)
-    """By name, as each asked last."""
+    """Name -> verifier, from its last call."""
 
     links: dict[str, LinkReport] = field(default_factory=dict)
-    """By verifier."""
+    """Verifier -> its last report."""
 
     assigned: dict[str, str] = field(default_factory=dict)
     """Verifier -> drafter."""
 
     granted: dict[str, str] = field(default_factory=dict)
-    """Verifier -> the drafter of its last grant: a lent one where it is not the assigned one."""
+    """Verifier -> drafter of its last grant, which is lent where it is not the assigned one."""
 
     epoch: int = 0
     _settled_at: float = -math.inf
@@ -152,7 +152,7 @@ class DrafterRegistry:
     def renew(self, member: Member, lasts_s: float, now: float) -> None:
         self.ends[member.replica] = now + lasts_s
         known = self.members.get(member.replica)
-        # A replica that drains goes, whatever a heartbeat says that was sent before.
+        # A heartbeat that was sent before it drained does not end that.
         draining = member.draining or (known is not None and known.draining)
         self.members[member.replica] = replace(member, draining=draining)
 
@@ -167,7 +167,7 @@ class DrafterRegistry:
             table.pop(replica, None)
 
     def drain(self, replica: str) -> list[str]:
-        """Has everyone leave a replica's drafter. Returns the verifiers linked to it that have another to go to."""
+        """Makes all verifiers leave a replica's drafter. Returns the linked ones that can move to another."""
         member = self.members.get(replica)
         if member is None or member.drafter is None:
             return []
@@ -209,10 +209,10 @@ class DrafterRegistry:
         self.verifiers[verifier.name] = verifier
         self._note_link(verifier)
         drafters = {member.drafter: member for member in self.members.values() if member.drafter}
-        if verifier.linked_to and verifier.linked_to not in drafters:  # its replica has not told a new registry yet
+        if verifier.linked_to and verifier.linked_to not in drafters:  # its replica has not renewed here yet
             self.assigned.pop(verifier.name, None)
             return Assignment(verifier.linked_to)
-        drafter = self._own(verifier.name) or self._of_pool(verifier, now)
+        drafter = self._own(verifier.name) or self._choose_from_pool(verifier, now)
         if drafter is None:
             self.assigned.pop(verifier.name, None)
         else:
@@ -225,9 +225,12 @@ class DrafterRegistry:
         member = self.members.get(verifier)
         return None if member is None or member.pooled else member.drafter
 
-    def _of_pool(self, verifier: Verifier, now: float) -> str | None:
-        """Chooses for a verifier that has no drafter of its own. A move costs the new drafter a reading of every
-        running request's text, so there is one only to a drafter that nobody uses, and only from the fullest."""
+    def _choose_from_pool(self, verifier: Verifier, now: float) -> str | None:
+        """Chooses a drafter of the pool.
+
+        After a move the new drafter prefills the text of every running request. So a verifier moves only to an unused
+        drafter, and only from the most loaded one.
+        """
         pool, loads = self._pool(verifier), self._loads(verifier)
         best = min(pool.values(), key=lambda each: _order(each, verifier, loads), default=None)
         current = self.assigned.get(verifier.name) or verifier.linked_to
@@ -254,7 +257,7 @@ class DrafterRegistry:
         return Counter(drafter for name, drafter in pairs if name != verifier.name)
 
     def _note_link(self, verifier: Verifier) -> None:
-        """Corrects what is known of its link: its last report may have been lost, or told to another registry."""
+        """Corrects the verifier's link report, which may have been lost or sent to another registry."""
         known = self.links.get(verifier.name)
         of_link = known.drafter if known is not None and known.state == "up" else ""
         if verifier.linked_to and verifier.linked_to != of_link:

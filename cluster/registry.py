@@ -1,4 +1,4 @@
-"""The named Ray actor that holds an application's ``DrafterRegistry``. It is not on the path of a round."""
+"""Runs an application's ``DrafterRegistry`` in a named Ray actor, which no round waits for."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from outrider.cluster.link.authentication import new_secret
 from outrider.cluster.placement import NAMESPACE
 
 HEARTBEAT_S = 10.0
-"""How often a replica tells the registry that it is there."""
+"""Time between two heartbeats of a replica."""
 
 EXPIRES_S = 60.0
-"""A replica that has not been heard from for this long is gone; a registry without replicas ends itself."""
+"""Time without a heartbeat after which a replica counts as gone; a registry without replicas ends itself."""
 
 
 class Registry:
-    """Keeps DrafterRegistry in an actor, and ends itself when the last replica is gone.
+    """Is the registry actor, which ends itself when the last replica is gone.
 
-    Ray does not restart it: a replica that misses it makes a new one, which heartbeats and verifiers fill again within
+    Ray does not restart it: a replica that cannot reach it makes a new one, which heartbeats and verifiers fill within
     seconds.
     """
 
@@ -52,7 +52,7 @@ class Registry:
         return self._members.assigned_to(verifier, time.monotonic())
 
     async def secret(self) -> bytes:
-        """Returns the application's secret, by which both ends of a link authenticate. Links outlive it."""
+        """Returns the application's secret, by which both ends of a link authenticate. Links outlive the registry."""
         return self._secret
 
     async def report(self, verifier: str, link: LinkReport) -> None:
@@ -66,7 +66,7 @@ class Registry:
         return [verifier.work for verifier in self._members.verifiers.values()] or None
 
     async def drafters(self) -> dict[str, list[str]]:
-        """Returns those of the pool, each with the verifiers whose links to it are up."""
+        """Returns the drafters of the pool, each with the verifiers whose links to it are up."""
         pooled = (member.drafter for member in self._members.members.values() if member.pooled and member.drafter)
         return {name: self._members.users(name) for name in sorted(pooled)}
 
@@ -87,7 +87,7 @@ def registry_name(app_name: str) -> str:
 
 
 def get_or_create_registry(app_name: str) -> Any:
-    """Returns the application's registry, made by whichever replica asks first. It outlives any one replica."""
+    """Returns the application's registry, which the first caller makes. It outlives each replica."""
     return (
         ray.remote(Registry)
         .options(
@@ -102,7 +102,7 @@ def get_or_create_registry(app_name: str) -> Any:
 
 
 def find_registry(app_name: str) -> Any:
-    """Returns the one that there is. Raises ValueError when there is none."""
+    """Returns the running registry. Raises ValueError when there is none."""
     return ray.get_actor(registry_name(app_name), namespace=NAMESPACE)
 
 

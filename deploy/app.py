@@ -20,7 +20,7 @@ from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from outrider.actors.observability.environment import process_environment
-from outrider.actors.serving.owners import TOKEN_VARIABLE, Owners
+from outrider.actors.serving.authentication import TOKEN_VARIABLE, Authenticator
 from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.config import (
     ConfigError,
@@ -183,7 +183,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     # Imported here because they load gRPC and parts of vLLM, which validating a configuration does not need.
     from outrider.actors.serve_adapter.autoscaling import serve_autoscaling, serve_pool_autoscaling
     from outrider.actors.serve_adapter.broadcast import broadcast
-    from outrider.actors.serve_adapter.living import is_stopping
+    from outrider.actors.serve_adapter.ray_processes import is_stopping
     from outrider.actors.serving.drafter_pool import MOVE_WITHIN_S, DrafterPool
     from outrider.actors.serving.ingress import Ingress
     from outrider.actors.serving.replica import Target
@@ -263,7 +263,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         config.served_model_name,
         config.num_speculative_tokens,
         broadcast=broadcast,
-        owners=owners(serving),
+        authenticator=authenticator(serving),
         limits=serving,
         max_retries=serving.most_replicas - 1,
         isolates_tenants=serving.tenant_isolation,
@@ -309,14 +309,14 @@ def has_room(wanted: Sequence[tuple[ReplicaPlacement, int]], nodes: Sequence[Map
     return all(place(placement) for placement, number in wanted for _ in range(number))
 
 
-def owners(serving: ServingConfig) -> Owners:
+def authenticator(serving: ServingConfig) -> Authenticator:
     """Returns how the ingress identifies callers. Raises ConfigError for a gateway without a token."""
     token = None if serving.gateway == "off" else os.environ.get(TOKEN_VARIABLE)
     if serving.gateway != "off" and not token:
         raise ConfigError(
             f"{TOKEN_VARIABLE}: is not set; give the gateway and Ray's nodes one secret, or set serving.gateway: off"
         )
-    return Owners(serving.api_key, token)
+    return Authenticator(serving.api_key, token)
 
 
 def part_of(most: int, parts: int) -> int:

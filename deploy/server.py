@@ -26,8 +26,8 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT, REFLECTION, SERVICES
 from outrider.actors.serve_adapter.broadcast import broadcast
-from outrider.actors.serve_adapter.living import patient_with_ray
-from outrider.actors.serving.owners import TOKEN_VARIABLE
+from outrider.actors.serve_adapter.ray_processes import wait_longer_for_node
+from outrider.actors.serving.authentication import TOKEN_VARIABLE
 from outrider.cluster.config import ConfigError, OutriderConfig, ServingConfig
 from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
@@ -214,7 +214,7 @@ class Server:
             needed = plan.total("CPU", self._serving.most_replicas, plan.most_drafters)
             # Logical CPUs: ranks that share cores still need a bundle each.
             num_cpus = max(os.cpu_count() or 1, math.ceil(needed))
-            with patient_with_ray(RAY_STARTS_WITHIN_S, self._progress.say):
+            with wait_longer_for_node(RAY_STARTS_WITHIN_S, self._progress.say):
                 context = ray.init(**cluster_of_its_own(num_cpus), **logs)
             self._logs = Path(context.address_info["session_dir"]) / "logs"
             self._daemons = {each.pid: name for each in descendants() if (name := each.name()) in RAY_DAEMONS}

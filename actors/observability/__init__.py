@@ -1,1 +1,1 @@
-"""What an operator sees of a deployment: metrics, traces, logs."""
+"""Exports metrics, traces and logs of a deployment."""

@@ -1,4 +1,4 @@
-"""Turns the configuration into what a deployment's processes find in their environment, to trace and log as told."""
+"""Converts the configuration of tracing and logging to environment variables of a deployment's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A histogram for the engine's step thread and the drafter's loop, which travels to the replica as plain values.
+"""Counts durations in the engine's step thread and the drafter's loop, and sends them to the replica as plain values.
 
 prometheus_client's own takes a lock for every value and cannot be sent to another process.
 """

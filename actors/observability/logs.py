@@ -28,7 +28,7 @@ JSON_LINES = Path(__file__).with_name("json_lines.json")
 
 _NOT_EXTRA = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _ENGINE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
-"""What vLLM adds to a request's id to make it unique."""
+"""Suffix by which vLLM makes a request's id unique."""
 
 _request_id: ContextVar[str | None] = ContextVar("id of the request that this task is about", default=None)
 

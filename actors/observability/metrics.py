@@ -1,7 +1,7 @@
 """Collects what ``/metrics`` shows: the ingress' own counts, and the metrics of each replica under its name.
 
-Every replica hands over prometheus_client's metric families, vLLM's and ours. The ingress labels each sample with its
-replica and adds nothing up: that is PromQL's. One address is all that Prometheus has to know.
+Every replica returns prometheus_client's metric families, vLLM's and ours. The ingress labels each sample with its
+replica and aggregates nothing; PromQL does that. Prometheus scrapes one address.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REJECTIONS.labels("queue_full")
 
 
 class CountRequests:
-    """ASGI middleware that counts each request when its response has ended, by path and status."""
+    """Counts each HTTP request, as ASGI middleware, by path and status when its response has ended."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -77,7 +77,9 @@ class CountRequests:
 
 
 class ReplicaMetrics:
-    """Collects the metrics of one replica. Asks its rank 0 once a second at most, and waits for no long step of it.
+    """Collects the metrics of one replica.
+
+    Rank 0 is asked once a second at most; a scrape does not wait for a long step.
 
     Args:
         model_name: the label, as in vLLM's own metrics.

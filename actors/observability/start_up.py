@@ -17,7 +17,7 @@ class StartUp:
         self._logger, self._clock, self._began = logger, clock, clock()
 
     def done(self, stage: str) -> None:
-        """stage: lower case; letters, digits, spaces and commas."""
+        """Logs the time since the last stage. stage: lower case; letters, digits, spaces and commas."""
         now = self._clock()
         self._logger.info("start-up: %s: %.1f s", stage, now - self._began)
         self._began = now

@@ -156,7 +156,7 @@ class RoundTracer:
         self._step_started_ns, self._waited_s = 0, 0.0
 
     def track(self, headers: dict[str, str]) -> RoundTrace:
-        """headers: W3C, of the request's span in the target."""
+        """Begins to trace a request. headers: W3C headers of the request's span in the target."""
         return RoundTrace(context_of(headers))
 
     def waited(self, seconds: float) -> None:

@@ -1,12 +1,12 @@
-"""Everything that uses Ray Serve's private names: proxies, router, broadcasts, logs.
+"""Contains all code that uses private names of Ray Serve: proxies, router, broadcasts, logs.
 
-Settings that Serve takes from its environment are here, for whoever starts it.
+This module has the settings that Serve reads from its environment.
 """
 
 from __future__ import annotations
 
 SERVICES, REFLECTION = (f"outrider.actors.serve_adapter.proxy.{name}" for name in ("add_services", "add_reflection"))
-"""For ``grpc_servicer_functions``."""
+"""Import paths for Serve's ``grpc_servicer_functions``."""
 
 GRPC_HOST_VARIABLE = "OUTRIDER_GRPC_HOST"
 """Environment variable with the address that Serve's gRPC proxies listen on. Without it they listen on every one."""
@@ -16,4 +16,4 @@ PROXY_ENVIRONMENT = {
     # Serve replaces a proxy that has failed three checks, a dead one among them: 30 s without service by default.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
 }
-"""For the proxies of a cluster that is started here. Elsewhere it belongs in the environment of the nodes."""
+"""Environment of the proxies of a cluster that `outrider serve` starts. Nodes of another cluster need it themselves."""

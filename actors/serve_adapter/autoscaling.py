@@ -1,6 +1,7 @@
-"""Serve's autoscaling policies of the Target and DrafterPool deployments: the controller makes one object of each.
+"""Implements Serve's autoscaling policies of the Target and DrafterPool deployments.
 
-Serve calls them some ten times a second, in the control loop of all applications: nothing here may block or raise.
+The controller makes one object of each, and calls it some ten times a second in the control loop of all applications:
+nothing here may block or raise.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ REPORT_EVERY_S = LOOK_EVERY_S = 1.0
 """How often replicas and callers' routers report to the controller, and how often a policy looks at that."""
 
 LOOK_BACK_S = 5.0
-"""Over which Serve averages the requests that wait in callers' routers."""
+"""Window in which Serve averages the requests that wait in callers' routers."""
 
 UPSCALE_DELAY_S = 5.0
-"""How long more must be needed, without a break, before more are started."""
+"""How long a higher number must be desired, without a break, before replicas are started."""
 
 LASTS_S = 15.0
 """Older reports of replicas and answers of the registry do not count."""
@@ -71,7 +72,7 @@ class PeriodicPolicy:
     """Decides once a second, logs and exports why, and keeps the number of replicas when deciding fails."""
 
     def __init__(self, name: str, reasons: tuple[str, ...]) -> None:
-        """name: of the metric, ``ray_outrider_NAME_reason``."""
+        """Registers the metric ``ray_outrider_NAME_reason``."""
         self.clock = time.monotonic
         self._reasons, self._looked_s, self._failing = reasons, float("-inf"), False
         self._decision: Decision | None = None
@@ -123,7 +124,7 @@ class PoolScaling(PeriodicPolicy):
     def __init__(self, settings: Mapping[str, Any], accelerators: float, app_name: str) -> None:
         super().__init__("pool", POOL_REASONS)
         self._policy = PoolPolicy(PoolScalingConfig(**settings), accelerators)
-        self.registry = RegistryCalls(app_name)
+        self.registry = WorkPoller(app_name)
 
     def decide(self, context: AutoscalingContext, now: float) -> Decision:
         running = len(context.running_replicas)
@@ -143,7 +144,7 @@ def reports_of(context: AutoscalingContext) -> dict[str, Report | None]:
     return found
 
 
-class RegistryCalls:
+class WorkPoller:
     """Asks the registry without waiting, one call at a time; a later call of `work` returns the answer."""
 
     def __init__(self, app_name: str) -> None:

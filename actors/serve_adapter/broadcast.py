@@ -1,7 +1,7 @@
-"""Calls every replica of a deployment: abort by id, metrics, adapters.
+"""Calls every replica of a deployment: abort by id, metrics, health.
 
-Serve's own ``DeploymentHandle.broadcast`` loses every answer when one replica is late, and does not say whose answer
-is whose. Here a late replica costs its own answer only, and each replica signs its reply.
+Serve's own ``DeploymentHandle.broadcast`` loses all replies when one replica is late, and does not say which reply is
+from which replica. Here a late replica loses its own reply only, and each reply names its replica.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 SIGNED_REPLY_METHOD = "signed_reply"
-"""What the deployment must have: ``signed_reply(method, args) -> ReplicaReply``, see replica_calls.sign."""
+"""Method that the deployment must have: ``signed_reply(method, args) -> ReplicaReply``, see replica_calls.sign."""
 
 
 async def broadcast(handle: DeploymentHandle, method: str, *args: Any, timeout_s: float) -> list[ReplicaReply]:

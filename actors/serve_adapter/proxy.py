@@ -1,4 +1,4 @@
-"""Sets what Serve's proxies have no option for: the address of gRPC, its pings, reflection, cancellation.
+"""Configures Serve's proxies where they have no option: address and keepalive of gRPC, reflection, cancellation.
 
 Serve calls `middlewares` in each proxy before it starts its servers, by
 ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``, which `outrider serve` sets. It adds no middleware.
@@ -20,7 +20,7 @@ from ray.serve._private.proxy_request_response import gRPCStreamingType
 from starlette.middleware import Middleware
 
 from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE
-from outrider.actors.serving.failures import is_of_serve, silence_client_disconnect_logs, silence_refusal_logs
+from outrider.actors.serving.failures import is_message_of_serve, silence_client_disconnect_logs, silence_refusal_logs
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 VERSIONS = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
@@ -63,7 +63,7 @@ def add_services(servicer: Any, server: Any) -> None:
 
 
 def guarded(handler: Any, streaming_type: gRPCStreamingType) -> Any:
-    """Makes a handler of Serve's cancel its request whenever the client leaves, and end without Ray's own words.
+    """Wraps a handler of Serve's: it cancels its request whenever the client leaves, and hides messages of Ray's.
 
     gRPC cancels a handler where it waits. While that is a write, Serve's generator does not run, and is dropped: the
     request would go on in the replica, where nobody can know. Here a task of its own always waits in the generator.
@@ -71,7 +71,7 @@ def guarded(handler: Any, streaming_type: gRPCStreamingType) -> Any:
 
     async def unary(request: Any, context: Any) -> Any:
         response = await handler(request, context)
-        _replace_words_of_ray(context)
+        _replace_message_of_ray(context)
         return response
 
     async def stream(request: Any, context: Any) -> None:
@@ -89,15 +89,15 @@ def guarded(handler: Any, streaming_type: gRPCStreamingType) -> Any:
             while (message := await messages.get()) is not None:
                 await context.write(message)
             await reading
-            _replace_words_of_ray(context)
+            _replace_message_of_ray(context)
         finally:
             reading.cancel()
 
     return stream if streaming_type is gRPCStreamingType.UNARY_STREAM else unary
 
 
-def _replace_words_of_ray(context: Any) -> None:
-    if is_of_serve(context.code(), context.details() or ""):
+def _replace_message_of_ray(context: Any) -> None:
+    if is_message_of_serve(context.code(), context.details() or ""):
         context.set_code(grpc.StatusCode.UNAVAILABLE)
         context.set_details("the server lost the process that was answering the request; retry")
 

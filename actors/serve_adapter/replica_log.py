@@ -13,9 +13,10 @@ SERVE_LOGGER = "ray.serve"
 
 @contextmanager
 def serve_log_kept() -> Iterator[None]:
-    """Wrap the first import of vLLM, which configures logging, whereupon Python closes every handler.
+    """Restores the targets of Serve's log handlers after the first import of vLLM.
 
-    A closed MemoryHandler has lost its file: it would buffer lines for ever and write none.
+    vLLM configures logging, and Python then closes every handler. A closed MemoryHandler has lost its file: it would
+    buffer lines for ever and write none.
     """
     log = logging.getLogger(SERVE_LOGGER)
     handlers = [handler for handler in log.handlers if isinstance(handler, MemoryHandler)]

@@ -16,22 +16,23 @@ from outrider.actors.serving.routing.policy import RoutingPolicy, RoutingSetting
 from outrider.actors.serving.routing.request_profile import RoutedRequest
 
 SENT_WITHIN_S = 60.0
-"""A request that was given a place and is not sent to its replica for so long has lost its caller."""
+"""After this time a request with a reserved place that was not sent has lost its caller."""
 
 _MOST_TASKS = 1 << 20
 _RESERVED = "outrider_reserved_replica"
-"""On a pending request: the replica that holds a place for it until it is sent."""
+"""Attribute of a pending request: the replica that holds a place for it until it is sent."""
 
 
 class TargetRouter(RequestRouter):
-    """All methods run on one event loop.
+    """Ranks replicas for Serve by RoutingPolicy, and reserves a place for each generation until it is sent.
 
-    A call's first argument says what it is: ``routed``, a RoutedRequest, and ``avoid_replicas``. A call without them
-    generates nothing, and is sent to a full replica too. Generations get places in order of arrival.
+    All methods run on one event loop. A call's first argument says what it is: ``routed``, a RoutedRequest, and
+    ``avoid_replicas``. A call without them generates nothing, and is sent to a full replica too. Generations get places
+    in order of arrival.
     """
 
     def initialize_state(self, **settings: Any) -> None:
-        """settings: RoutingSettings' fields, as request_router_kwargs has them."""
+        """Makes the policy. settings: the fields of RoutingSettings, from request_router_kwargs."""
         self._policy = RoutingPolicy(RoutingSettings(**settings))
         self._queue = asyncio.Lock()
         """Held by the generation that waits for the next place; the others wait for the lock, which is fair."""
@@ -40,9 +41,10 @@ class TargetRouter(RequestRouter):
 
     @property
     def max_num_routing_tasks(self) -> int:
-        """One for each request: a waiting generation keeps its task, and no control call may wait behind it.
+        """Allows one task for each request.
 
-        The tasks do not poll, and the deployment's max_queued_requests bounds their number.
+        A waiting generation keeps its task, and no control call may wait behind it. The tasks do not poll, and the
+        deployment's max_queued_requests bounds their number.
         """
         return _MOST_TASKS if self.curr_replicas else 0
 

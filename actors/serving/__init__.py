@@ -1,1 +1,1 @@
-"""The front of a deployment: what clients call, what a replica answers, which replica is asked."""
+"""Serves a deployment: the ingress that clients call, the replicas that answer, and the choice among them."""

@@ -18,10 +18,10 @@ REASONS = ("steady", "queue", "kv", "round", "idle", "loading", "no_data")
 """Why a number of replicas is desired (docs/deployment.md)."""
 
 WORK_OFF_S = 60.0
-"""In which new replicas, besides what arrives, are to do the work that waits: about as long as they take to load."""
+"""Time in which new replicas are to work off what waits, besides what arrives: about as long as they take to load."""
 
 TREND_S = 10.0
-"""Over which the growth of the waiting work is measured."""
+"""Window in which the growth of the waiting work is measured."""
 
 SEATS_AFTER, QUEUE_AFTER, KV_AFTER = 0.8, 0.5, 0.8
 """Shares of the seats, of target_queue_s and of target_kv_usage that one replica fewer may need. The gap to the limits
@@ -42,10 +42,10 @@ class Report:
     """max_num_seqs."""
 
     waiting_tokens: float
-    """Prompts and expected answers of the waiting requests."""
+    """Tokens of the waiting requests, prompts and expected answers."""
 
     request_tokens: float
-    """Prompt and answer of a usual request."""
+    """Tokens of a usual request, prompt and answer."""
 
     tokens_per_s: float
     """Measured while it was busy; 0: not yet."""
@@ -57,12 +57,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Decision:
+    """Holds a desired number of replicas and why, one of REASONS or POOL_REASONS."""
+
     replicas: int
     reason: str
 
 
 class ScalingPolicy:
-    """Says how many replicas are desired now; Serve acts when that has held for the delays.
+    """Decides how many replicas are desired now; Serve acts when that has held for the delays.
 
     Without a report nothing changes.
     """
@@ -79,9 +81,9 @@ class ScalingPolicy:
 
         Args:
             now_s: Monotonic time.
-            wanted: Replicas that there are to be now.
-            least: Replicas that there must be.
-            reports: Of each running replica; None: it has not reported lately.
+            wanted: Serve's present target number of replicas.
+            least: The smallest number allowed.
+            reports: By running replica; None: it has not reported lately.
             queued: Requests that wait in callers' routers.
         """
         fresh = [report for report in reports.values() if report is not None]

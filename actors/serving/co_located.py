@@ -1,7 +1,7 @@
-"""Refuses what a request cannot have where vLLM drafts inside the target's engine, before the engine sees it.
+"""Refuses settings of a request that vLLM does not support where it drafts inside the target's engine.
 
-The engine itself refuses min_p and logit_bias under speculation (vllm#42744); what is here it would ignore in silence,
-or, for seeds on CPU, die of. Free of vLLM.
+The engine itself refuses min_p and logit_bias under speculation (vllm#42744). It would ignore the settings refused
+here, or, for seeds on CPU, die. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.actors.round.request import GREEDY_BELOW, carried
 
 
 def check_co_located(request: GenerationRequest, method: str, *, on_gpu: bool) -> None:
-    """method: of the co-located drafter. Raises RequestError naming the first field that cannot be honoured."""
+    """Raises RequestError for the first field that cannot be honoured. method: of the co-located drafter."""
     if not request.speculation:
         raise _refusal(method, "speculation.enabled", "cannot be switched off for a request", "leave speculation out")
     asked = {"num_speculative_tokens": request.num_speculative_tokens, "verification": request.verification}
@@ -22,7 +22,7 @@ def check_co_located(request: GenerationRequest, method: str, *, on_gpu: bool) -
 
 
 def check_co_located_params(params: Any, method: str, *, on_gpu: bool) -> None:
-    """Of a request that comes with vLLM's SamplingParams, ours in extra_args. Raises RequestError likewise."""
+    """Checks vLLM's SamplingParams, with our settings in extra_args, as check_co_located checks a request."""
     _check(method, carried(params), params.seed, params.temperature, on_gpu)
 
 

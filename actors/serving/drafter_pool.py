@@ -1,7 +1,7 @@
-"""A pool's replica: it owns one drafter actor, which drafts for the targets that the registry assigns to it.
+"""Runs one drafter of a pool, which drafts for the targets that the registry assigns to it.
 
-Nobody sends it requests: verifiers find its drafter through the registry, and link to it. Targets serve without: a
-drafter that cannot be loaded is tried again for as long as its replica lives, and the registry is told why.
+Its replica gets no requests: verifiers find the drafter through the registry, and link to it. A drafter that cannot be
+loaded is tried again as long as the replica lives, and the registry reports why; targets serve without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.replica_calls import ReplicaReply, sign
 from outrider.actors.serve_adapter.replica_log import serve_log_kept
-from outrider.actors.serving.registration import CONTROL_TIMEOUT_S, ENDS_WITHIN_S, Registration
+from outrider.actors.serving.registry_client import CONTROL_TIMEOUT_S, ENDS_WITHIN_S, RegistryClient
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.drafter_registry import Member, fingerprint
 from outrider.cluster.placement import CorePlan, ReplicaPlacement
@@ -30,20 +30,21 @@ from outrider.cluster.placement import CorePlan, ReplicaPlacement
 logger = logging.getLogger("ray.serve.outrider.pool")
 
 MOVE_WITHIN_S = 30.0
-"""How long a drafter that is taken away waits for its verifiers to have gone to others."""
+"""How long a drafter that is taken down waits until its verifiers have moved to others."""
 
 _LOOK_S = 0.5
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
-"""Before a drafter that could not be loaded is tried again; twice as long each time."""
+"""Pauses before a drafter that could not be loaded is tried again; each is twice as long as the one before."""
 
 MOST_OF_A_REASON = 300
-"""Characters."""
+"""Length limit of a reason, in characters."""
 
 
 class DrafterPool:
-    """The Serve deployment's class. Construction loads the draft model, however many attempts that takes: Serve would
-    give a deployment up for good whose replicas have failed some times.
+    """Is the class of the Serve deployment DrafterPool. Construction loads the draft model.
+
+    It tries as often as that takes, since Serve gives a deployment up when its replicas have failed some times.
 
     placement: the bundles of this replica's own placement group; core_plan: CPU only. num_common_tokens: as Target's.
     """
@@ -74,14 +75,14 @@ class DrafterPool:
             environment=process_environment(config.serving),
         )
         with serve_log_kept():
-            self._registration = Registration(config.serving.app_name, member)
+            self._registry_client = RegistryClient(config.serving.app_name, member)
             self._drafter = await self._load(launch)
         self._status = status = DrafterStatus()
         self._metrics = ReplicaMetrics(config.served_model_name, None, lambda: status.ask(name, ANSWER_WITHIN_S))
-        self._registration.update(drafter=name, trouble="")  # only now: targets link to it
+        self._registry_client.update(drafter=name, trouble="")  # only now: targets link to it
 
     async def _load(self, launch: Callable[[], Any]) -> Any:
-        """The drafter's handle, once its model has loaded."""
+        """Returns the drafter's handle once its model has loaded."""
         pause_s = FIRST_PAUSE_S
         while True:
             drafter = None
@@ -92,7 +93,7 @@ class DrafterPool:
                 logger.warning("the drafter does not load, next attempt in %g s: %s", pause_s, error)
                 if drafter is not None:
                     ray.kill(drafter)
-                self._registration.update(trouble=reason(error))
+                self._registry_client.update(trouble=reason(error))
             else:
                 return drafter
             await asyncio.sleep(pause_s)
@@ -107,21 +108,21 @@ class DrafterPool:
         return await self._metrics.families()
 
     async def __del__(self) -> None:
-        """Serve calls and awaits this on a graceful shutdown."""
-        if (registration := getattr(self, "_registration", None)) is not None:
-            if (loaded := registration.member.drafter) is not None:  # or nobody has it yet
-                await self._let_go(registration, loaded)
-            await asyncio.to_thread(registration.leave, ENDS_WITHIN_S)
+        """Ends the drafter. Serve calls and awaits this on a graceful shutdown."""
+        if (registry_client := getattr(self, "_registry_client", None)) is not None:
+            if (loaded := registry_client.member.drafter) is not None:  # or nobody has it yet
+                await self._wait_until_unused(registry_client, loaded)
+            await asyncio.to_thread(registry_client.leave, ENDS_WITHIN_S)
         if (drafter := getattr(self, "_drafter", None)) is not None:
             ray.kill(drafter)
 
-    async def _let_go(self, registration: Registration, drafter: str) -> None:
-        """Wait until verifiers that have another drafter to go to are there, and none of their requests is here."""
-        registration.update(draining=True)  # for a registry that is made anew meanwhile
+    async def _wait_until_unused(self, registry_client: RegistryClient, drafter: str) -> None:
+        """Waits until all verifiers that can move to another drafter have moved with all their requests."""
+        registry_client.update(draining=True)  # for a registry that is made anew meanwhile
         give_up = time.monotonic() + MOVE_WITHIN_S
         while time.monotonic() < give_up:
             try:
-                if not await registration.drain():
+                if not await registry_client.drain():
                     status = await self._status.ask(drafter, CONTROL_TIMEOUT_S)
                     if not status["num_sequences"]:
                         return
@@ -132,6 +133,6 @@ class DrafterPool:
 
 
 def reason(error: BaseException) -> str:
-    """On one line: what was raised last where Ray has wrapped a traceback around it."""
+    """Returns the error on one line: the last one where Ray has wrapped a traceback around it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith((" ", "\t"))]
     return (lines or [type(error).__name__])[-1][:MOST_OF_A_REASON]

@@ -1,7 +1,7 @@
-"""Turns exceptions into how a call ends: a gRPC status and a sentence, or an HTTP status and OpenAI's error type.
+"""Converts exceptions to the end of a call: a gRPC status and a sentence, or an HTTP status and OpenAI's error type.
 
-Logs what the client is not told. Neither says what a client sent: a log line has the request's id, the exception's
-type and where it was raised.
+The log gets what the client is not told: the request's id, the exception's type and where it was raised, but nothing
+that a client sent.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
-from ray import exceptions as of_ray
+from ray import exceptions as ray_errors
 from ray.exceptions import RayError, RayTaskError
-from ray.serve import exceptions as of_serve
+from ray.serve import exceptions as serve_errors
 from ray.serve.grpc_util import RayServegRPCContext
 
 from outrider.actors.replica_calls import ReplicaLost, RequestError, RequestIdInUse, SamplingFailed
 
-_SERVES_LOG = "ray.serve"
-logger = logging.getLogger(f"{_SERVES_LOG}.outrider.serving")
+_SERVE_LOG = "ray.serve"
+logger = logging.getLogger(f"{_SERVE_LOG}.outrider.serving")
 
 REQUEST_ID_METADATA = "outrider-request-id"
 """Trailing metadata of a generation call. Plain ``request_id`` is taken: Serve puts an id of its own there."""
 
 REPLICA_LOST = (
-    of_ray.RayActorError,
-    of_ray.NodeDiedError,
-    of_ray.WorkerCrashedError,
-    of_ray.OutOfMemoryError,
-    of_ray.LocalRayletDiedError,
-    of_serve.ReplicaUnavailableError,
+    ray_errors.RayActorError,
+    ray_errors.NodeDiedError,
+    ray_errors.WorkerCrashedError,
+    ray_errors.OutOfMemoryError,
+    ray_errors.LocalRayletDiedError,
+    serve_errors.ReplicaUnavailableError,
     ReplicaLost,
 )
 """Raised by a call whose replica is gone, or cannot serve any more. Another one may take the request."""
@@ -73,8 +73,8 @@ _TABLE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], grpc.
     (RequestIdInUse, grpc.StatusCode.ALREADY_EXISTS, None),
     (SamplingFailed, grpc.StatusCode.INTERNAL, None),
     (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED, "{call} was aborted when its deadline passed"),
-    (of_serve.BackPressureError, grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full; retry later"),
-    ((*REPLICA_LOST, of_serve.DeploymentUnavailableError), grpc.StatusCode.UNAVAILABLE, _UNAVAILABLE),
+    (serve_errors.BackPressureError, grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full; retry later"),
+    ((*REPLICA_LOST, serve_errors.DeploymentUnavailableError), grpc.StatusCode.UNAVAILABLE, _UNAVAILABLE),
     ((ConnectionError, MemoryError), grpc.StatusCode.UNAVAILABLE, _UNAVAILABLE),
     (RayTaskError, grpc.StatusCode.INTERNAL, _FAILED_INSIDE),  # an exception of ours that could not be unpickled
     (RayError, grpc.StatusCode.UNAVAILABLE, _UNAVAILABLE),  # what Ray says of the cluster
@@ -82,12 +82,12 @@ _TABLE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], grpc.
 )
 """The first row that fits: exceptions, code, and the sentence; None: the exception's own."""
 
-_CLIENTS_OWN = (of_serve.gRPCStatusError, RequestError, RequestIdInUse, Refused, TimeoutError)
+_CLIENTS_OWN = (serve_errors.gRPCStatusError, RequestError, RequestIdInUse, Refused, TimeoutError)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a call ends. message: one sentence for the client. field: of the request, the one at fault."""
+    """Holds how a call ends. message: one sentence for the client. field: the request's field at fault."""
 
     code: grpc.StatusCode
     message: str
@@ -118,7 +118,7 @@ class HttpError(Exception):
 
 
 def failure_of(error: BaseException, call: str) -> Failure:
-    """Return what the client is told, and log what it is not told. call: what was asked, with its id."""
+    """Returns what the client is told, and logs what it is not told. call: the kind of call with its id."""
     cause = cause_of(error)
     if isinstance(cause, HttpError):
         return cause.failure
@@ -136,7 +136,7 @@ def failure_of(error: BaseException, call: str) -> Failure:
 
 @contextmanager
 def errors_become_status(grpc_context: RayServegRPCContext, call: str) -> Iterator[None]:
-    """Turn an exception into the call's status. Cancellation passes through untouched."""
+    """Turns an exception into the call's status. Cancellation passes through untouched."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a code and a sentence
@@ -148,31 +148,31 @@ def errors_become_status(grpc_context: RayServegRPCContext, call: str) -> Iterat
         raise RuntimeError(failure.code.name) from None
 
 
-def is_of_serve(code: grpc.StatusCode | None, sentence: str) -> bool:
-    """Returns whether the words are Serve's own: Ray's about a lost process, with addresses and node ids."""
+def is_message_of_serve(code: grpc.StatusCode | None, sentence: str) -> bool:
+    """Returns whether the sentence is from Serve: Ray's about a lost process, with addresses and node ids."""
     return code is grpc.StatusCode.INTERNAL and not sentence.endswith((_INSIDE, SamplingFailed.WHY))
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return what was raised in the other actor, without what Ray wraps around it."""
+    """Returns what was raised in the other actor, without what Ray wraps around it."""
     while isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     return error
 
 
 def silence_refusal_logs() -> None:
-    """Keep Serve from logging a traceback for each request that its client is at fault for."""
-    logging.getLogger(_SERVES_LOG).addFilter(_is_news)
+    """Keeps Serve from logging a traceback for each request that its client is at fault for."""
+    logging.getLogger(_SERVE_LOG).addFilter(_is_server_fault)
 
 
 def silence_client_disconnect_logs() -> None:
-    """Keep asyncio from logging, in a proxy, a task that Serve leaves behind for each client that disconnects."""
+    """Keeps asyncio from logging, in a proxy, a task that Serve leaves behind for each client that disconnects."""
     logging.getLogger("asyncio").addFilter(
-        lambda record: not (record.exc_info and isinstance(record.exc_info[1], of_serve.RequestCancelledError))
+        lambda record: not (record.exc_info and isinstance(record.exc_info[1], serve_errors.RequestCancelledError))
     )
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_server_fault(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     cause = None if error is None else cause_of(error)
-    return not isinstance(cause, _CLIENTS_OWN) or isinstance(cause, of_ray.GetTimeoutError)  # the latter: ours
+    return not isinstance(cause, _CLIENTS_OWN) or isinstance(cause, ray_errors.GetTimeoutError)  # the latter: ours

@@ -1,6 +1,6 @@
-"""The ingress: the Serve deployment that speaks ``outrider.v1.GenerationService``, ``grpc.health.v1.Health`` and HTTP.
+"""Implements the ingress, which serves ``outrider.v1.GenerationService``, ``grpc.health.v1.Health`` and HTTP.
 
-It checks who asks, converts gRPC messages, forwards OpenAI's requests as they are, and chooses nothing about tokens.
+It authenticates callers, converts gRPC messages and forwards OpenAI's requests as they are.
 Target replicas are called through their handle, whose router picks one (see serve_adapter/request_router.py).
 """
 
@@ -31,8 +31,9 @@ from outrider.actors.replica_calls import (
     Usage,
     sign,
 )
+from outrider.actors.serving.authentication import GRPC_TIMEOUT_HEADER, Authenticator, tenant_salt
 from outrider.actors.serving.failures import REQUEST_ID_METADATA, silence_refusal_logs
-from outrider.actors.serving.grpc.calls import HandleCalls, InProcessCall, answering
+from outrider.actors.serving.grpc.calls import HandleCalls, InProcessCall, handled_rpc
 from outrider.actors.serving.grpc.health import HealthCalls
 from outrider.actors.serving.grpc.requests import (
     GenerationMessage,
@@ -42,22 +43,26 @@ from outrider.actors.serving.grpc.requests import (
     to_generation_request,
     to_tokenize_request,
 )
-from outrider.actors.serving.grpc.responses import Answers, model_info_message, server_info_message, stream_message
+from outrider.actors.serving.grpc.responses import (
+    ResponseBuilder,
+    model_info_message,
+    server_info_message,
+    stream_message,
+)
 from outrider.actors.serving.http.app import build_http_app
-from outrider.actors.serving.openai.forward import Forwarding
-from outrider.actors.serving.owners import GRPC_TIMEOUT_HEADER, Owners, salted
+from outrider.actors.serving.openai.forward import OpenAIForwarder
 from outrider.actors.serving.running import RunningRequest, RunningRequests
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.cluster.config import ServingConfig
 from outrider.v1 import generation_pb2 as pb
 
 CONTROL_TIMEOUT_S = 5.0
-"""Time for calls beside generations: status, tokenising, aborting."""
+"""Limit of calls that generate nothing: status, tokenising, aborting."""
 
 
 @serve.ingress()
 class Ingress(HandleCalls, HealthCalls):
-    """Answers the RPCs, each by the method of its name. Serve gives HTTP requests to the app that is built here."""
+    """Answers each RPC by the method of its name. Serve gives HTTP requests to the app that is built here."""
 
     def __init__(
         self,
@@ -66,7 +71,7 @@ class Ingress(HandleCalls, HealthCalls):
         num_speculative_tokens: int,
         *,
         broadcast: Broadcast,
-        owners: Owners,
+        authenticator: Authenticator,
         limits: ServingConfig,
         max_retries: int = 1,
         isolates_tenants: bool = False,
@@ -76,15 +81,26 @@ class Ingress(HandleCalls, HealthCalls):
         allowed_origins: tuple[str, ...] = (),
         pool: DeploymentHandle | None = None,
     ) -> None:
-        """num_speculative_tokens: K, 0 without a drafter. broadcast: asks all replicas of a deployment. max_retries:
-        how often a request is sent again whose replica is lost before there is any output. isolates_tenants: an owner's
-        prompts share cached blocks with his own only. is_stopping: whether Serve takes this replica down.
-        num_targets: replicas that there are at most. allowed_origins: for
-        CORS. pool: the DrafterPool deployment.
+        """Prepares the calls to the Target deployment.
+
+        Args:
+            target: The Target deployment.
+            served_model_name: Name that requests may give as their model.
+            num_speculative_tokens: K; 0 without a drafter.
+            broadcast: Calls all replicas of a deployment.
+            authenticator: Checks callers.
+            limits: Bounds of timeouts and answers.
+            max_retries: How often a request is sent again whose replica is lost before there is any output.
+            isolates_tenants: A caller's prompts share cached blocks only with prompts of the same caller.
+            is_stopping: Whether Serve is taking this replica down.
+            num_ingresses: Ingress replicas of the deployment.
+            num_targets: The largest number of target replicas.
+            allowed_origins: For CORS.
+            pool: The DrafterPool deployment, where there is one.
         """
         HealthCalls.__init__(self)
         silence_refusal_logs()
-        self._target, self._broadcast, self._owners, self._limits = target, broadcast, owners, limits
+        self._target, self._broadcast, self._authenticator, self._limits = target, broadcast, authenticator, limits
         self._generate = target.generate.options(stream=True)
         self._served = ServedModel(served_model_name, num_speculative_tokens, limits)
         self._status_poll = SharedPoll(self._ask_status)
@@ -94,21 +110,21 @@ class Ingress(HandleCalls, HealthCalls):
         self._is_stopping = is_stopping
         self._num_ingresses = num_ingresses
         self._started_unix_s = time.time()
-        self._forwarding = Forwarding(
+        self._forwarder = OpenAIForwarder(
             target, self._running, limits, served_model_name, max_retries, isolates_tenants, num_targets
         )
         self._allowed_origins, self._pool = allowed_origins, pool
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_http_app(
-            self, self._owners, self._forwarding, self._target, self._pool, self._broadcast, self._allowed_origins
+            self, self._authenticator, self._forwarder, self._target, self._pool, self._broadcast, self._allowed_origins
         )
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
         request_id = _named(request)
-        with answering(grpc_context, "Generate", request_id) as trace_headers:
+        with handled_rpc(grpc_context, "Generate", request_id) as trace_headers:
             checked = self._check(request, request_id, grpc_context, trace_headers)
-            answers = Answers(request_id, checked.num_answers)
+            answers = ResponseBuilder(request_id, checked.num_answers)
             async with aclosing(self._rounds(checked)) as rounds:
                 async for output in rounds:
                     answers.add(output)
@@ -119,7 +135,7 @@ class Ingress(HandleCalls, HealthCalls):
         self, request: pb.GenerateStreamRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         request_id = _named(request)
-        with answering(grpc_context, "GenerateStream", request_id) as trace_headers:
+        with handled_rpc(grpc_context, "GenerateStream", request_id) as trace_headers:
             checked = self._check(request, request_id, grpc_context, trace_headers)
             grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
             async with aclosing(self._rounds(checked)) as rounds:
@@ -129,24 +145,27 @@ class Ingress(HandleCalls, HealthCalls):
     async def AbortRequest(
         self, request: pb.AbortRequestRequest, grpc_context: RayServegRPCContext
     ) -> pb.AbortRequestResponse:
-        """Aborts one of the caller's own requests, of either API. The target's abort comes first, since the answer then
-        counts what was generated. A request that waits for a replica is aborted where it waits."""
-        with answering(grpc_context, "AbortRequest"):
+        """Aborts one of the caller's own requests, of either API.
+
+        The target is asked first, since its answer counts what was generated. A request that waits for a replica is
+        aborted in the ingress that holds it.
+        """
+        with handled_rpc(grpc_context, "AbortRequest"):
             owner = self._owner(grpc_context)
             request_id_of(request)
-            heard = True
+            all_answered = True
             for deployment in (self._target, _this_deployment()):
                 try:
                     replies = await self._broadcast(
                         deployment, "abort", owner, request.request_id, timeout_s=CONTROL_TIMEOUT_S
                     )
                 except (DeploymentUnavailableError, ConnectionError):
-                    heard = False
+                    all_answered = False
                     continue
                 if any(reply.value for reply in replies):
                     return pb.AbortRequestResponse(aborted=True)
-                heard = heard and all(reply.ok for reply in replies)
-            if not heard:
+                all_answered = all_answered and all(reply.ok for reply in replies)
+            if not all_answered:
                 raise ConnectionError("not every replica answered")
             return pb.AbortRequestResponse(aborted=False)
 
@@ -164,7 +183,7 @@ class Ingress(HandleCalls, HealthCalls):
         return list(INGRESS.collect())
 
     async def all_metrics(self) -> list[Metric]:
-        """Returns what all ingress replicas that answer count, with a label that says which is whose."""
+        """Returns the metrics of all ingress replicas that answer, labelled with the replica."""
         if self._num_ingresses == 1:
             return await self.metrics()
         found = {_this_replica(): await self.metrics()}
@@ -179,7 +198,7 @@ class Ingress(HandleCalls, HealthCalls):
         return await sign(self, _this_replica(), method, args)
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
-        with answering(grpc_context, "Tokenize"):
+        with handled_rpc(grpc_context, "Tokenize"):
             self._owner(grpc_context)
             check_model(request, self._served)
             tokens = await self._answer(self._target.tokenize.remote(to_tokenize_request(request)))
@@ -193,7 +212,7 @@ class Ingress(HandleCalls, HealthCalls):
     async def Detokenize(
         self, request: pb.DetokenizeRequest, grpc_context: RayServegRPCContext
     ) -> pb.DetokenizeResponse:
-        with answering(grpc_context, "Detokenize"):
+        with handled_rpc(grpc_context, "Detokenize"):
             self._owner(grpc_context)
             check_model(request, self._served)
             ids = tuple(request.token_ids)
@@ -203,7 +222,7 @@ class Ingress(HandleCalls, HealthCalls):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetModelInfoResponse:
-        with answering(grpc_context, "GetModelInfo"):
+        with handled_rpc(grpc_context, "GetModelInfo"):
             self._owner(grpc_context)
             info = await self._answer(self._target.model_info.remote())
             return model_info_message(self._served.name, info)
@@ -211,14 +230,14 @@ class Ingress(HandleCalls, HealthCalls):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerInfoResponse:
-        with answering(grpc_context, "GetServerInfo"):
+        with handled_rpc(grpc_context, "GetServerInfo"):
             self._owner(grpc_context)
             return server_info_message(self._started_unix_s)
 
     async def GetServerStatus(
         self, request: pb.GetServerStatusRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerStatusResponse:
-        with answering(grpc_context, "GetServerStatus"):
+        with handled_rpc(grpc_context, "GetServerStatus"):
             self._owner(grpc_context)
             status = await self._status_poll()
             response = json_format.ParseDict(status, pb.GetServerStatusResponse(), ignore_unknown_fields=False)
@@ -228,8 +247,8 @@ class Ingress(HandleCalls, HealthCalls):
     async def RevertDrafter(
         self, request: pb.RevertDrafterRequest, grpc_context: RayServegRPCContext
     ) -> pb.RevertDrafterResponse:
-        """Asks one replica: its drafter's trainer is that of all."""
-        with answering(grpc_context, "RevertDrafter"):
+        """Reverts the drafter through one replica, since all drafters share a trainer."""
+        with handled_rpc(grpc_context, "RevertDrafter"):
             self._owner(grpc_context)
             if not request.HasField("version"):
                 raise RequestError("version", "is missing", "send the number of a version that GetServerStatus lists")
@@ -250,11 +269,11 @@ class Ingress(HandleCalls, HealthCalls):
             raise ConnectionError(f"no target replica answered within {CONTROL_TIMEOUT_S:g} s") from None
 
     def _owner(self, grpc_context: RayServegRPCContext) -> int:
-        """Returns whose call it is. Raises Refused."""
+        """Returns the caller's number. Raises Refused."""
         if isinstance(grpc_context, InProcessCall):
             return grpc_context.owner
         metadata = {key: value for key, value in grpc_context.invocation_metadata() if isinstance(value, str)}
-        return self._owners.owner_of(metadata.get, grpc_context.peer().rpartition(":")[0])
+        return self._authenticator.owner_of(metadata.get, grpc_context.peer().rpartition(":")[0])
 
     def _check(
         self,
@@ -270,7 +289,7 @@ class Ingress(HandleCalls, HealthCalls):
         grpc_timeout = timeout if isinstance(timeout, str) else None
         checked = to_generation_request(request, self._served, request_id=request_id, grpc_timeout=grpc_timeout)
         tenant = owner if self._isolates_tenants else 0
-        salt = salted(tenant, checked.cache_salt) if tenant else checked.cache_salt
+        salt = tenant_salt(tenant, checked.cache_salt) if tenant else checked.cache_salt
         return replace(checked, caller=owner, tenant=tenant, cache_salt=salt, trace_headers=trace_headers)
 
     async def _rounds(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
@@ -279,7 +298,7 @@ class Ingress(HandleCalls, HealthCalls):
         def send(avoid: tuple[str, ...]) -> Any:
             return self._generate.remote(replace(request, avoid_replicas=avoid))
 
-        ends = _Ends(request.num_answers)
+        ends = _FinishTracker(request.num_answers)
         with self._running.hold(request.caller, request.request_id) as running:
             outputs = running.messages(send, request, max_retries=self._max_retries)
             async with aclosing(outputs):
@@ -290,8 +309,8 @@ class Ingress(HandleCalls, HealthCalls):
                 yield output
 
 
-class _Ends:
-    """Keeps which answers of a request have ended, and what they have cost so far."""
+class _FinishTracker:
+    """Tracks which answers of a request have finished, and their tokens so far."""
 
     def __init__(self, num_answers: int) -> None:
         self._tokens = [0] * num_answers
@@ -305,7 +324,7 @@ class _Ends:
             self._unfinished.discard(output.index)
 
     def missing(self, running: RunningRequest) -> list[RoundOutput]:
-        """Returns the ends of an aborted request's answers that have none. Raises RuntimeError for another request."""
+        """Returns a last output for each unfinished answer of an aborted request; others raise RuntimeError."""
         if self._unfinished and not running.aborted:
             raise RuntimeError(f"the target's stream ended without a finish reason for answers {self._unfinished}")
         return [

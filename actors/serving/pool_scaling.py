@@ -18,10 +18,10 @@ POOL_REASONS = ("targets", "gain", "idle", "probe", "no_data")
 """Why a number of drafters is desired (docs/deployment.md)."""
 
 PROBE_S = 900.0
-"""How often a drafter is started to measure its gain, while requests run and none pays."""
+"""How often a drafter is started to measure its gain while none pays and requests run."""
 
 TRIAL_S = 60.0
-"""How long such a drafter runs at least."""
+"""Shortest time that such a drafter runs."""
 
 
 class PoolPolicy:
@@ -31,7 +31,7 @@ class PoolPolicy:
     """
 
     def __init__(self, settings: PoolScalingConfig, accelerators: float) -> None:
-        """accelerators: a drafter's number of accelerators divided by a target's."""
+        """Starts without a trial. accelerators: a drafter's number of accelerators divided by a target's."""
         self._settings, self._accelerators = settings, accelerators
         self._unpaid_since = math.inf
         self._trial_until = -math.inf
@@ -42,9 +42,9 @@ class PoolPolicy:
 
         Args:
             now_s: Monotonic time.
-            wanted: Drafters that there are to be now.
-            running: Those of them that are loaded.
-            work: Of each target; None: not known.
+            wanted: Serve's present target number of drafters.
+            running: Drafters that are loaded.
+            work: By target; None: not known.
         """
         if work is None:
             return Decision(wanted, "no_data")

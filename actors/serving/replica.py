@@ -1,6 +1,6 @@
-"""A target replica: the target's engine, the drafter beside it, and the control around both.
+"""Implements the target replica: it starts the target's engine and its drafter, and answers calls.
 
-vLLM is imported in the replica only: whoever deploys this class need not spend the seconds that takes.
+vLLM is imported in the replica only, since processes that deploy this class would wait seconds for it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from outrider.actors.replica_calls import (
     sign,
 )
 from outrider.actors.serve_adapter.replica_log import serve_log_kept
-from outrider.actors.serving.answers import answer_within
+from outrider.actors.serving.actor_calls import result_within
 from outrider.actors.serving.co_located import check_co_located
 from outrider.actors.serving.failures import silence_refusal_logs
-from outrider.actors.serving.registration import CONTROL_TIMEOUT_S, Registration
+from outrider.actors.serving.registry_client import CONTROL_TIMEOUT_S, RegistryClient
 from outrider.actors.vllm_adapter.heartbeat import HEARTBEAT, Heartbeat
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.drafter_registry import Member, fingerprint
@@ -67,11 +67,11 @@ _DRAFTER_TIMEOUT_S = 0.5
 _FIRST_LINK_TIMEOUT_S = 60.0
 
 _LINK_STATE_TIMEOUT_S = 1.0
-"""An engine in the middle of a long step answers late; what it said last is good enough."""
+"""Limit of asking for the link's state. An engine in a long step answers late; its last answer stands then."""
 
 
 class Target:
-    """The Serve deployment's class. Construction loads the models: tens of seconds to minutes.
+    """Is the class of the Serve deployment Target. Construction loads the models: tens of seconds to minutes.
 
     placement: the bundles of this replica's own placement group; core_plan: CPU only. num_common_tokens: only ids below
     it are drafted; None: all that both models have.
@@ -97,7 +97,7 @@ class Target:
             drafter = config.remote_drafter
             owned = drafter_name(self._replica) if drafter is not None and not drafter.pooled else None
             member = Member(self._replica, owned, fingerprint=fingerprint(config))
-            self._registration = Registration(config.serving.app_name, member)
+            self._registry_client = RegistryClient(config.serving.app_name, member)
             self._drafter = self._start_drafter() if owned is not None else None
             self._drafter_status = DrafterStatus()
             await imports
@@ -150,11 +150,11 @@ class Target:
         return await sign(self, self._replica, method, args)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What routers hear of this replica; Serve asks."""
+        """Returns this replica's state for the routers. Serve calls it."""
         return await self._routing_stats.collect()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What autoscaling hears of this replica: Serve asks, where it is configured. Nothing of a dead engine."""
+        """Returns this replica's load for autoscaling; {} for a dead engine. Serve calls it."""
         try:
             await self._engine.check_health()
         except Exception:  # noqa: BLE001 - of whatever; Serve's health check reports it
@@ -162,7 +162,7 @@ class Target:
         return self._engine.report()
 
     async def status(self) -> dict[str, Any]:
-        """The public API's server status, as a nested dict."""
+        """Returns the public API's server status as a nested dict."""
         status: dict[str, Any] = {
             "model": self._config.served_model_name,
             "num_speculative_tokens": self._config.num_speculative_tokens,
@@ -195,7 +195,8 @@ class Target:
         return status
 
     async def revert_drafter(self, version: int) -> int:
-        """A former version of the drafter's serves again, at all drafters of its trainer's. Returns its new number.
+        """Makes a former version of the drafter serve again, at all drafters of its trainer. Returns its new number.
+
         Raises RequestError where there is no such version, and ConnectionError where drafter or trainer do not answer.
         """
         drafter = self._config.remote_drafter
@@ -204,7 +205,7 @@ class Target:
         link = (await self._verifier_status())["link"]
         try:
             actor = await find_actor(link["drafter"])
-            serving, problem = await answer_within(actor.go_back.remote(version), CONTROL_TIMEOUT_S)
+            serving, problem = await result_within(actor.go_back.remote(version), CONTROL_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
             raise ConnectionError(f"drafter {link['drafter']!r} or its trainer does not answer: {error}") from None
         if serving is None:
@@ -213,7 +214,7 @@ class Target:
         return int(serving)
 
     async def model_info(self) -> ModelInfo:
-        """See TargetEngine.model_info; with what the configuration says of speculation, and the answers' parsers."""
+        """Returns TargetEngine.model_info with the speculation settings and parsers of the configuration."""
         config = self._config
         co_located = config.co_located is not None
         return replace(
@@ -235,7 +236,7 @@ class Target:
         return await self._engine.detokenize(token_ids, skip_special_tokens)
 
     async def token_texts(self, token_ids: list[int]) -> list[str]:
-        """Each token's own text; bytes that are no UTF-8 become U+FFFD. Raises RequestError."""
+        """Returns each token's own text; bytes that are no UTF-8 become U+FFFD. Raises RequestError."""
         return [await self._engine.detokenize((token_id,), False) for token_id in token_ids]
 
     async def abort(self, owner: int, request_id: str) -> bool:
@@ -247,7 +248,7 @@ class Target:
         return await self._metrics.families()
 
     def __del__(self) -> None:
-        """Serve calls this on a graceful shutdown."""
+        """Shuts engine and drafter down. Serve calls this on a graceful shutdown."""
         if (heartbeat := getattr(self, "_heartbeat", None)) is not None:
             heartbeat.stop()
         engine = getattr(self, "_engine", None)
@@ -257,8 +258,8 @@ class Target:
         if drafter is not None:
             with suppress(ray.exceptions.RayError):
                 ray.kill(drafter)
-        if (registration := getattr(self, "_registration", None)) is not None:
-            registration.leave(wait_s=1.0)
+        if (registry_client := getattr(self, "_registry_client", None)) is not None:
+            registry_client.leave(wait_s=1.0)
 
     async def _start_openai(self) -> OpenAIApp:
         from outrider.actors.serving.openai.app import OpenAIApp
@@ -266,7 +267,7 @@ class Target:
         return await OpenAIApp.make(self._engine.llm, self._config, self._replica)
 
     async def _wait_for_link(self) -> None:
-        """Requests could be served without it, but not the way the operator asked for."""
+        """Raises ConfigError when the link is not up in time: the operator asked for speculation."""
         deadline = time.monotonic() + _FIRST_LINK_TIMEOUT_S
         while time.monotonic() < deadline:
             link = (await self._verifier_status())["link"]
@@ -290,7 +291,7 @@ class Target:
     def _replica_metrics(self) -> ReplicaMetrics:
         # Not through self, which a replica's shutdown must be able to free.
         name, drafter, engine = self._config.served_model_name, self._drafter_status, self._engine
-        owned = self._registration.member.drafter
+        owned = self._registry_client.member.drafter
         return ReplicaMetrics(
             name,
             None if self._config.remote_drafter is None else lambda: _ask_rank_0(engine, "round_metrics"),
@@ -356,9 +357,9 @@ class Target:
 
 
 class RoutingStats:
-    """What a target replica tells the routers about itself, every couple of seconds.
+    """Collects what a target replica reports to the routers every couple of seconds.
 
-    load: ``running`` and ``waiting`` requests. kv_cache_tokens: what the KV cache holds. link_is_up: asks the
+    load: ``running`` and ``waiting`` requests. kv_cache_tokens: capacity of the KV cache. link_is_up: asks the
     engine's rank 0; None without a drafter. check_health: raises when the engine is dead.
     """
 
@@ -374,7 +375,7 @@ class RoutingStats:
         self._speculation_up = True
 
     async def collect(self) -> dict[str, Any]:
-        """Plain values, few of them: Serve sends them to every router when they change."""
+        """Returns a few plain values, which Serve sends to every router when they change."""
         try:
             await self._check_health()
         except Exception:  # noqa: BLE001 - a dead engine, of whatever; Serve's health check reports it
@@ -406,6 +407,6 @@ def _import_engine() -> None:
 
 
 async def _ask_rank_0(engine: TargetEngine, method: str) -> dict[str, Any]:
-    """The answer of the one rank that has one."""
+    """Returns the reply of the rank that has one: rank 0 of the last stage."""
     replies = await engine.call_ranks(method)
     return next(reply for reply in replies if reply is not None)

@@ -1,7 +1,7 @@
-"""The requests that an ingress holds: sent again when their replica is lost, and aborted from outside.
+"""Tracks the running requests of an ingress, which can be aborted and, when their replica is lost, sent again.
 
-A request that is lost with its replica before it has any output is sent to another one. A request that has output ends
-with UNAVAILABLE.
+A request that is lost with its replica before it has any output is sent to another replica. A request that has output
+ends with UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from outrider.actors.serving.failures import REPLICA_LOST, cause_of
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
 QUEUE_PATIENCE_S = 30.0
-"""How long a request that lost its place with its replica waits for room in the queue."""
+"""How long a request whose replica was lost waits for room in the queue."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Draining(ConnectionError):
-    """The server is being taken down and takes no new requests."""
+    """Refuses a request because the server is being taken down."""
 
     def __str__(self) -> str:
         return "the server is shutting down"
 
 
 class RunningRequest:
-    """One request, from when the ingress takes it to its end."""
+    """Runs one request from its arrival at the ingress to its end."""
 
     def __init__(self) -> None:
         self.aborted = False
@@ -55,8 +55,7 @@ class RunningRequest:
         max_retries: int,
         has_begun: Callable[[Any], bool] = lambda message: True,
     ) -> AsyncGenerator[Any, None]:
-        """Yields the messages of ``send(replicas to avoid)``, which is sent again when its replica is lost before it
-        has begun.
+        """Yields the messages of ``send(replicas to avoid)``, sent again when its replica is lost before it has begun.
 
         has_begun: whether a message is part of the answer; earlier ones are held back until one is. However this ends
         early, the call is cancelled, which makes the engine abort the request. Raises what the call raises, and
@@ -102,20 +101,22 @@ class RunningRequest:
 
 
 class RunningRequests:
-    """The requests of one process, by owner and id. Not thread-safe."""
+    """Keeps the running requests of one process, by owner and id. Not thread-safe."""
 
     def __init__(self) -> None:
         self._requests: dict[tuple[int, str], RunningRequest] = {}
         self.draining = False
-        """No new request is taken."""
+        """True: new requests are refused."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
     @contextmanager
     def hold(self, owner: int, request_id: str) -> Iterator[RunningRequest]:
-        """Registers a request while the context lasts. Raises RequestIdInUse for a second one of the same owner and id,
-        and Draining."""
+        """Registers a request while the context lasts.
+
+        Raises RequestIdInUse for a second one of the same owner and id, and Draining.
+        """
         if self.draining:
             raise Draining
         if (owner, request_id) in self._requests:
@@ -135,6 +136,6 @@ class RunningRequests:
 
 
 def _is_cancelled() -> bool:
-    """Whether the running task itself is being cancelled, as opposed to the call that it waits for."""
+    """Returns whether the running task itself is being cancelled, as opposed to the call that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""Asks the replicas once for all callers that ask the same within a moment: health, and status."""
+"""Shares one call to the replicas among all callers that ask the same at a time: health and status."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 APART_S = 0.25
-"""Least time between two questions; callers in between share the next one."""
+"""Shortest time between two calls of ask; callers in between share the next one."""
 
 T = TypeVar("T")
 
 
 class SharedPoll(Generic[T]):
-    """For one event loop. An answer is never older than the call that returns it."""
+    """Shares one call of ask among concurrent callers of one event loop. No result is older than the call for it."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
         self._ask, self._clock = ask, clock
@@ -22,7 +22,7 @@ class SharedPoll(Generic[T]):
         self._asked_s = float("-inf")
 
     async def __call__(self) -> T:
-        """Raises what ask raises. A caller that is cancelled ends the question for nobody else."""
+        """Returns the result of ask, or raises its error. Cancelling one caller does not affect the others."""
         if self._next is None:
             self._next = asyncio.ensure_future(self._answer())
             self._next.add_done_callback(_retrieve_error)

@@ -1,1 +1,1 @@
-"""The Python clients, synchronous and for asyncio."""
+"""Provides the Python clients, synchronous and for asyncio."""

@@ -1,4 +1,4 @@
-"""The asyncio client of ``outrider.v1.GenerationService``: methods, options and answers of OutriderClient."""
+"""Provides the asyncio client of ``outrider.v1.GenerationService``, with the methods of OutriderClient."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from outrider.v1 import generation_pb2 as pb
 class AsyncCompletionStream(
     AsyncIterator[pb.GenerateStreamResponse], AbstractAsyncContextManager["AsyncCompletionStream"]
 ):
-    """The messages of one request, one a round and answer. Closing it before its end cancels the request on the
-    server; so does leaving its ``async with`` block, cancelling the task that waits, and losing the last reference."""
+    """Iterates over the messages of one request, one per round and answer.
+
+    Closing it before its end cancels the request on the server; so does leaving its ``async with`` block, cancelling
+    the task that waits, and losing the last reference.
+    """
 
     def __init__(self, client: AsyncMethods, call: Call[pb.GenerateStreamResponse], sent: Any) -> None:
         self._client, self._call, self._sent, self._closed = client, call, sent, False
@@ -54,7 +57,7 @@ def _unary(build: Callable[P, Call[Answer]]) -> Callable[Concatenate[AsyncMethod
 
 
 class AsyncMethods:
-    """The methods of the API for asyncio. Cancelling the task that awaits one cancels the call on the server."""
+    """Has the methods of the API for asyncio. Cancelling the task that awaits one cancels the call on the server."""
 
     _send: Callable[..., Any]  # returns an object like grpc.aio's calls
     _fail: Callable[[Any, Call[Any]], Any]
@@ -69,12 +72,12 @@ class AsyncMethods:
     healthy = _unary(requests.healthy)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncCompletionStream:
-        """Return the answer round by round; with n above 1 those of all, told apart by index. Not awaited itself."""
+        """Return the messages of the answers, told apart by index where n is above 1. Not awaited itself."""
         call = requests.stream(prompt, options)
         return AsyncCompletionStream(self, call, self._send(call))
 
     async def _call(self, call: Call[Any], response: Awaitable[Any] | None = None) -> Any:
-        """response: of a call that was sent before."""
+        """Sends a call and returns its answer. response: of a call that was sent before."""
         awaited = self._send(call) if response is None else response
         try:
             return call.answer(await awaited)

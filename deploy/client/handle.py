@@ -1,4 +1,4 @@
-"""Outrider for other Serve applications on the same cluster, by Serve's own way between deployments."""
+"""Provides the client for other Serve applications on the same cluster, over Serve's DeploymentHandle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FAILURES = (
 
 
 class OutriderHandle(AsyncMethods):
-    """Handle of a running Outrider application, with the methods, options and answers of AsyncOutriderClient.
+    """Calls a running Outrider application, with the methods, options and answers of AsyncOutriderClient.
 
     handle: ``serve.get_app_handle(NAME)``. Can be pickled, so it may be an argument of a deployment's constructor.
     """
@@ -47,7 +47,7 @@ class OutriderHandle(AsyncMethods):
 
 
 class _Sent:
-    """One call through Serve's handle, in the shape of grpc.aio's calls."""
+    """Makes one call through Serve's handle, with the interface of grpc.aio's calls."""
 
     def __init__(self, handle: DeploymentHandle, call: Call[Any]) -> None:
         rpc = RPCS[call.rpc]

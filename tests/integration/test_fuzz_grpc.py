@@ -1,9 +1,8 @@
-"""Random and mutated requests to every RPC, by the thousand: each gets an answer or a status that blames the request,
-and nothing of them is left.
+"""Random and damaged requests to every RPC: each gets an answer or a status that blames the request, and nothing of
+them is left.
 
-OUTRIDER_FUZZ_CASES (1500) and OUTRIDER_FUZZ_SEED (1) set how many and which; but for exhaustive runs it is the first
-fifth of them, every RPC and kind of mutation among them. A failure names seed and case;
-``tests.fuzz_cases.case(seed, number)`` makes that one again.
+OUTRIDER_FUZZ_CALLS sets how many (300; exhaustive runs send 1,500), OUTRIDER_FUZZ_SEED which. Hypothesis shrinks what
+fails to the smallest request that does.
 """
 
 from __future__ import annotations
@@ -13,20 +12,24 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 import grpc
 import grpc.aio
 import psutil
 import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
 
-from tests.fuzz_cases import GENERATIONS, Case, case
+from outrider.v1 import generation_pb2 as pb
 from tests.support.cluster.serving import HANG_GUARD_S, Deployment, drafted, wait_until_idle
+from tests.support.fuzz.protobuf import FUZZ, GENERATIONS, MAX_TOKENS, RPCS, Call, calls
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
-REQUESTS = int(os.environ.get("OUTRIDER_FUZZ_CASES", "1500"))
+CALLS = int(os.environ.get("OUTRIDER_FUZZ_CALLS", "300"))
 SEED = int(os.environ.get("OUTRIDER_FUZZ_SEED", "1"))
-SWEEPS = [REQUESTS // 5, pytest.param(REQUESTS, marks=pytest.mark.exhaustive)]
+SWEEPS = [CALLS, pytest.param(5 * CALLS, marks=pytest.mark.exhaustive)]
 CONCURRENCY = 12
 PROMPT = list(b"Once upon a time there was a request. " * 4)
 
@@ -42,7 +45,7 @@ MAY_GROW_BY_MIB = 96
 of requests, which are up to a megabyte each."""
 
 
-async def outcome(channel: grpc.aio.Channel, each: Case) -> grpc.StatusCode:
+async def outcome(channel: grpc.aio.Channel, each: Call) -> grpc.StatusCode:
     """Send one case, its bytes as they are, and see it through."""
     method = channel.unary_stream(each.path) if each.streaming else channel.unary_unary(each.path)
     call = method(each.data, timeout=HANG_GUARD_S)
@@ -57,7 +60,7 @@ async def outcome(channel: grpc.aio.Channel, each: Case) -> grpc.StatusCode:
     return await call.code()
 
 
-def verdict(each: Case, code: grpc.StatusCode) -> str | None:
+def verdict(each: Call, code: grpc.StatusCode) -> str | None:
     """What is wrong with this outcome; None: nothing."""
     if each.cancel and code is grpc.StatusCode.CANCELLED:
         return None
@@ -81,33 +84,34 @@ def memory_mib(pair: Deployment) -> float:
     return sum(psutil.Process(pid).memory_info().rss for pid in pids) / 2**20
 
 
-@pytest.mark.parametrize("requests", SWEEPS)
-async def test_no_request_breaks_the_server(
-    pair: Deployment, capsys: pytest.CaptureFixture[str], requests: int
-) -> None:
-    waiting = iter(range(requests))
+@pytest.mark.parametrize("number", SWEEPS)
+def test_no_request_breaks_the_server(pair: Deployment, capsys: pytest.CaptureFixture[str], number: int) -> None:
     codes: Counter[tuple[str, str]] = Counter()
-    wrong: list[str] = []
+    paths: set[str] = set()
     early = 0.0
 
-    async def send_in_turn(channel: grpc.aio.Channel) -> None:
-        nonlocal early
-        for number in waiting:
-            if number == min(300, requests // 3):
-                early = memory_mib(pair)
-            each = case(SEED, number)
-            code = await outcome(channel, each)
-            codes["decodable" if each.message is not None else "undecodable", code.name] += 1
-            if problem := verdict(each, code):
-                wrong.append(f"case {number}: {code.name} ({problem}) {each.path} {each.data[:200].hex()}")
+    async def outcomes(batch: list[Call]) -> list[grpc.StatusCode]:
+        async with grpc.aio.insecure_channel(pair.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            return list(await asyncio.gather(*(outcome(channel, each) for each in batch)))
 
-    async with grpc.aio.insecure_channel(pair.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        await asyncio.gather(*(send_in_turn(channel) for _ in range(CONCURRENCY)))
+    @seed(SEED)
+    @settings(FUZZ, derandomize=False, max_examples=max(1, number // CONCURRENCY))
+    @given(st.lists(calls(), min_size=CONCURRENCY, max_size=CONCURRENCY))
+    def send(batch: list[Call]) -> None:
+        nonlocal early
+        if not early and codes.total() >= number // 3:
+            early = memory_mib(pair)
+        for each, code in zip(batch, asyncio.run(outcomes(batch)), strict=True):
+            paths.add(each.path)
+            codes["decodable" if each.message is not None else "undecodable", code.name] += 1
+            assert verdict(each, code) is None, f"{code.name} of {each.path} for {each.data[:200].hex()}"
+
+    send()
     grown = memory_mib(pair) - early
     with capsys.disabled():
-        print(f"\nfuzz: seed {SEED}, {requests} requests, memory +{grown:.0f} MiB, {dict(codes)}")
-    assert not wrong, f"seed {SEED}: {len(wrong)} wrong outcomes:\n" + "\n".join(wrong[:20])
-    assert codes["decodable", "OK"] > requests // 20, "next to nothing got as far as the engine"
+        print(f"\nfuzz: seed {SEED}, {codes.total()} calls, memory +{grown:.0f} MiB, {dict(codes)}")
+    assert paths == set(RPCS)
+    assert codes["decodable", "OK"] > codes.total() // 20, "next to nothing got as far as the engine"
     wait_until_idle(pair, HANG_GUARD_S)
     assert pair.drafter_status()["num_sequences"] == 0
     assert grown < MAY_GROW_BY_MIB
@@ -117,9 +121,9 @@ async def test_no_request_breaks_the_server(
 
 @pytest.mark.parametrize("path", GENERATIONS)
 async def test_too_many_request_messages_end_the_call(pair: Deployment, path: str) -> None:
-    """A client that sends two where one is taken."""
-    number = next(n for n in range(1000) if case(SEED, n).path == path and case(SEED, n).message is not None)
-    data = case(SEED, number).data
+    """A client sends two messages where one is taken."""
+    request: Any = pb.GenerateRequest(text="a", sampling=pb.SamplingParameters(max_tokens=MAX_TOKENS))
+    data = request.SerializeToString()
 
     async def requests() -> AsyncIterator[bytes]:
         for _ in range(2):

@@ -19,9 +19,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.routing import Route
 
+from outrider.actors.serving.authentication import OWNER_HEADER, TOKEN_HEADER, TOKEN_VARIABLE, Authenticator
 from outrider.actors.serving.http.app import UNGUARDED, build_http_app
-from outrider.actors.serving.openai.forward import Forwarding
-from outrider.actors.serving.owners import OWNER_HEADER, TOKEN_HEADER, TOKEN_VARIABLE, Owners
+from outrider.actors.serving.openai.forward import OpenAIForwarder
 from outrider.cluster.config import ServingConfig
 from outrider.deploy.keys import Key, as_yaml, hash_of, new_secret
 from outrider.v1 import generation_pb2 as pb
@@ -46,7 +46,7 @@ def http_routes() -> list[tuple[str, str]]:
     """Method and path of everything that the ingress serves."""
     anything: Any = MagicMock()
     of = (anything, anything, ServingConfig(), "model", 1, False, 1)
-    app = build_http_app(anything, Owners(), Forwarding(*of), anything, None, anything)
+    app = build_http_app(anything, Authenticator(), OpenAIForwarder(*of), anything, None, anything)
     routes = [route for route in app.routes if isinstance(route, Route)]  # the page's files are mounted
     return sorted((method, route.path) for route in routes for method in route.methods or ())
 

@@ -4,6 +4,7 @@ import pytest
 
 from outrider.cluster.config import parse_config
 from outrider.cluster.drafter_registry import SETTLE_S, DrafterRegistry, LinkReport, Member, Verifier, Work, fingerprint
+from outrider.cluster.registry import Registry
 
 
 def grant(members, verifier, unreachable=(), last_epoch=0, now=0.0):
@@ -23,44 +24,33 @@ def two():
     return members
 
 
-def test_a_verifier_gets_its_own_drafter(two):
-    assert grant(two, "r1").drafter == "D1"
-    assert grant(two, "r2").drafter == "D2"
+def test_a_verifier_gets_its_own_drafter_which_is_nobody_else_s_by_assignment(two):
+    for verifier, drafter in (("r1", "D1"), ("r2", "D2")):
+        assert (grant(two, verifier).drafter, assigned(two, verifier)) == (drafter, drafter)
+    two.leave("r1")
+    assert assigned(two, "r1") is None
 
 
-def test_every_grant_has_a_higher_epoch_whoever_asks(two):
+def test_every_grant_has_a_higher_epoch_than_all_before_whatever_registry_granted_them(two):
     epochs = [grant(two, verifier).epoch for verifier in ("r1", "r2", "r1", "r1")]
     assert epochs == sorted(set(epochs))
     assert epochs[0] >= 1
-
-
-def test_a_registry_that_was_made_anew_goes_on_behind_the_epochs_it_has_forgotten(two):
     assert grant(two, "r1", last_epoch=7).epoch == 8
     assert grant(two, "r2", last_epoch=3).epoch == 9
     anew = DrafterRegistry()
+    anew.renew(Member("r1"), 10, now=0)
     assert grant(anew, "r1", last_epoch=41) is None, "no drafter has come back yet"
+    assert anew.epoch == 0
     anew.renew(Member("r1", "D1"), 10, now=0)
     assert grant(anew, "r1", last_epoch=41).epoch == 42
 
 
-def test_no_drafter_no_grant_and_no_epoch_spent():
-    members = DrafterRegistry()
-    members.renew(Member("r1"), 10, now=0)
-    assert grant(members, "r1") is None
-    assert members.epoch == 0
-
-
-def test_another_s_drafter_steps_in_for_an_unreachable_one(two):
+def test_another_s_drafter_steps_in_for_an_unreachable_one_while_there_is_another(two):
     assert grant(two, "r1", {"D1"}).drafter == "D2"
     assert assigned(two, "r1") == "D1", "its own it is to go back to"
-
-
-def test_when_all_are_unreachable_the_first_is_tried_again(two):
     assert grant(two, "r1", {"D1", "D2"}).drafter == "D1"
-    without = DrafterRegistry()
-    without.renew(Member("r1"), 10, now=0)
-    without.renew(Member("r2", "D2"), 10, now=0)
-    assert grant(without, "r1", {"D2"}).drafter == "D2"
+    two.renew(Member("r1"), 10, now=0)
+    assert grant(two, "r1", {"D2"}).drafter == "D2", "the only one is tried again"
 
 
 def test_a_replica_that_does_not_renew_is_gone_with_drafter_and_link(two):
@@ -80,12 +70,6 @@ def test_whose_replica_is_gone_when_it_tells_of_its_link_is_gone_too(two):
     assert two.users("D2") == ["r1"]
     two.expire(now=1)
     assert two.users("D2") == []
-
-
-def test_a_verifier_s_own_drafter_is_nobody_else_s_by_assignment(two):
-    assert (assigned(two, "r1"), assigned(two, "r2")) == ("D1", "D2")
-    two.leave("r1")
-    assert assigned(two, "r1") is None
 
 
 def test_a_replica_whose_drafter_does_not_load_drafts_for_nobody():
@@ -144,14 +128,6 @@ def test_of_two_drafters_with_the_same_load_the_one_on_the_targets_node_is_used(
     assert assigned(pool("D1", "D2"), Verifier("r0")) == "D1", "a node that is not known is nobody's"
 
 
-def test_who_has_lost_its_drafter_does_not_wait_for_the_pause():
-    members = pool("D1", "D2")
-    verifiers = ["r1", "r2", "r3", "r4"]
-    assert shares(members, verifiers) == [2, 2]
-    members.leave("p-D1")
-    assert shares(members, verifiers, now=0.1) == [4]
-
-
 def test_those_who_have_lost_their_drafter_for_a_while_part_among_the_others():
     """They all ask at once, and it stays the one that they are assigned."""
     members = pool("D1", "D2", "D3")
@@ -163,24 +139,20 @@ def test_those_who_have_lost_their_drafter_for_a_while_part_among_the_others():
     lent = [grant(members, orphan.name, {"D1"}).drafter for orphan in orphans]
     assert sorted(lent) == ["D2", "D2", "D3", "D3"]
     assert [grant(members, orphan.name).drafter for orphan in orphans] == ["D1"] * 4, "it is back"
-    assert grant(members, orphans[0].name, {"D1"}).drafter == lent[0], "and those who were lent are guests no more"
+    assert grant(members, orphans[0].name, {"D1"}).drafter == lent[0], "and nothing is lent any more"
+    members.leave("p-D1")
+    assert {assigned(members, orphan) for orphan in orphans} == {"D2", "D3"}, "at once, for good"
 
 
 def test_a_drafter_that_drains_is_left_by_all_at_once():
     members = pool("D1", "D2")
     assert shares(members, ["r1", "r2", "r3", "r4"]) == [2, 2]
     assert members.drain("p-D2") == []
+    members.renew(Member("p-D2", "D2", pooled=True), 1000, now=0)  # was on its way, and does not bring it back
     assert [assigned(members, f"r{n}", now=0.1) for n in range(1, 5)] == ["D1"] * 4
     assert members.drain("p-D1") == []
     assert assigned(members, "r1", now=0.2) is None
     assert grant(members, "r1", now=0.2) is None, "none is better than one that goes"
-
-
-def test_a_renewal_that_was_on_its_way_does_not_bring_back_who_drains():
-    members = pool("D1", "D2")
-    members.drain("p-D1")
-    members.renew(Member("p-D1", "D1", pooled=True), 1000, now=0.1)
-    assert assigned(members, "r1", now=0.2) == "D2"
 
 
 def test_who_must_move_is_told_so_and_who_waits_for_it_knows_for_whom():
@@ -272,3 +244,19 @@ def test_what_targets_do_is_known_though_their_drafter_is_not():
     assert members.verifiers["r0"].work == busy
     members.expire(now=10)
     assert members.verifiers == {}
+
+
+async def test_the_actor_answers_from_what_replicas_and_verifiers_tell_it():
+    registry, up = Registry(), LinkReport("up", 1, "D1")
+    await registry.renew(Member("p", "D1", pooled=True))
+    await registry.renew(Member("q", pooled=True, trouble="no such file"))
+    assert (await registry.grant(Verifier("r1"), set(), 4)).epoch == 5
+    assert (await registry.assigned_to(Verifier("r1"))).drafter == "D1"
+    await registry.report("r1", up)
+    assert await registry.links() == {"r1": up}
+    assert await registry.drafters() == {"D1": ["r1"]}
+    assert await registry.troubles() == {"q": "no such file"}
+    assert await registry.drain("p") == [], "there is no other drafter"
+    await registry.leave("p")
+    assert await registry.drafters() == {}
+    assert await registry.secret() != await Registry().secret()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ray._private import services
 
-from outrider.actors.serve_adapter import living
-from outrider.actors.serve_adapter.living import patient_with_ray
+from outrider.actors.serve_adapter import ray_processes
+from outrider.actors.serve_adapter.ray_processes import wait_longer_for_node
 
 
 def test_a_node_that_is_slow_is_waited_for_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,12 +19,12 @@ def test_a_node_that_is_slow_is_waited_for_and_told_of(monkeypatch: pytest.Monke
         return {"labels": address}
 
     monkeypatch.setattr(services, "get_node", get_node)
-    monkeypatch.setattr(living, "RAYS_PATIENCE_S", 0.0)
-    with patient_with_ray(60.0, said.append):
+    monkeypatch.setattr(ray_processes, "RAY_NODE_TIMEOUT_S", 0.0)
+    with wait_longer_for_node(60.0, said.append):
         assert services.get_node("here") == {"labels": "here"}
     assert services.get_node is get_node
     assert len(said) == 1
     assert "60 s" in said[0]
     asked.clear()
-    with pytest.raises(RuntimeError), patient_with_ray(0.0, said.append):
+    with pytest.raises(RuntimeError), wait_longer_for_node(0.0, said.append):
         services.get_node("here")

@@ -1,1 +1,1 @@
-"""The front door: gRPC in, checked requests to target replicas, answers and errors out."""
+"""Implements the gRPC API: checks and converts requests, and converts outputs and errors."""

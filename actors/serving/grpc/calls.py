@@ -1,4 +1,4 @@
-"""What surrounds every RPC at the ingress: who asks, errors as a status, counters, traces.
+"""Surrounds every RPC at the ingress: errors become a status, calls are counted and traced.
 
 RPCs come over gRPC from Serve's proxies, and in process: from the ingress' own HTTP routes and, through its
 DeploymentHandle, from other Serve applications.
@@ -21,7 +21,7 @@ from outrider.v1.handle_calls import RPCS, CallFailed
 
 
 @contextmanager
-def answering(grpc_context: RayServegRPCContext, rpc: str, request_id: str | None = None) -> Iterator[dict[str, str]]:
+def handled_rpc(grpc_context: RayServegRPCContext, rpc: str, request_id: str | None = None) -> Iterator[dict[str, str]]:
     """Surrounds an RPC: errors become its status, its end is counted, and a request is traced. Yields trace headers.
 
     request_id: of a generation; None for other calls.
@@ -46,10 +46,10 @@ def answering(grpc_context: RayServegRPCContext, rpc: str, request_id: str | Non
 
 
 class InProcessCall:
-    """The gRPC context of an RPC that no connection stands behind."""
+    """Is the gRPC context of an RPC without a connection."""
 
     def __init__(self, owner: int = 0) -> None:
-        """owner: of the request, where it is known."""
+        """Starts without a code. owner: number of the caller; 0: not known."""
         self.owner = owner
         self._code: grpc.StatusCode | None = None
         self._details = ""
@@ -67,7 +67,7 @@ class InProcessCall:
         return self._details
 
     def set_trailing_metadata(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """Drops them: nobody reads them here."""
+        """Drops the metadata, which nobody reads in process."""
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return []
@@ -77,10 +77,10 @@ class InProcessCall:
 
 
 class HandleCalls:
-    """The API for other Serve applications, which call the ingress through its DeploymentHandle.
+    """Answers other Serve applications, which call the ingress through its DeploymentHandle.
 
-    A base of the ingress deployment, whose methods are named like the RPCs. Messages travel serialised, so that both
-    sides agree on them by their field numbers, as over gRPC.
+    The ingress derives from it, and has a method named like each RPC. Messages are serialised, so that both sides agree
+    on them by their field numbers, as over gRPC.
     """
 
     async def handle_unary(self, rpc: str, request: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""``grpc.health.v1.Health`` on the ingress. The server is healthy while one target replica can answer."""
+"""Serves ``grpc.health.v1.Health`` on the ingress. The server is healthy while one target replica can answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from outrider.actors.replica_calls import Broadcast
 from outrider.actors.serving.failures import Refused
-from outrider.actors.serving.grpc.calls import answering
+from outrider.actors.serving.grpc.calls import handled_rpc
 from outrider.actors.serving.running import RunningRequests
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.v1 import generation_pb2 as pb
@@ -21,7 +21,7 @@ from outrider.v1 import generation_pb2 as pb
 HEALTH_PERIOD_S = 1.0
 
 LIVENESS, READINESS = "liveness", "readiness"
-"""Whether the server runs at all, and whether it can serve now. Only the first is a reason to restart it."""
+"""Services for whether the server runs at all, and whether it can serve now. Only the first calls for a restart."""
 
 HEALTH_SERVICES = ("", pb.DESCRIPTOR.services_by_name["GenerationService"].full_name, READINESS, LIVENESS)
 """Services whose health can be asked for. The first two mean readiness."""
@@ -31,7 +31,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class HealthCalls:
-    """A base of the ingress deployment."""
+    """Answers the RPCs of Health; the ingress derives from it."""
 
     _target: DeploymentHandle
     _broadcast: Broadcast
@@ -44,7 +44,7 @@ class HealthCalls:
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> health_pb2.HealthCheckResponse:
-        with answering(grpc_context, "Check"):
+        with handled_rpc(grpc_context, "Check"):
             if request.service not in HEALTH_SERVICES:
                 raise Refused(
                     grpc.StatusCode.NOT_FOUND, "service: is not served here; leave it out to ask for the server"
@@ -54,7 +54,7 @@ class HealthCalls:
     async def List(
         self, request: health_pb2.HealthListRequest, grpc_context: RayServegRPCContext
     ) -> health_pb2.HealthListResponse:
-        with answering(grpc_context, "List"):
+        with handled_rpc(grpc_context, "List"):
             statuses = dict.fromkeys(HEALTH_SERVICES, health_pb2.HealthCheckResponse(status=await self.health()))
             statuses[LIVENESS] = health_pb2.HealthCheckResponse(status=_SERVING)
             return health_pb2.HealthListResponse(statuses=statuses)
@@ -63,7 +63,7 @@ class HealthCalls:
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
         """Yields the status, and each change of it. Ends when the server or this replica is taken down."""
-        with answering(grpc_context, "Watch"):
+        with handled_rpc(grpc_context, "Watch"):
             last = None
             while True:
                 known = request.service in HEALTH_SERVICES
@@ -84,7 +84,10 @@ class HealthCalls:
         return await self._health_poll()
 
     async def _ask_health(self) -> int:
-        """A replica that says nothing may be busy. Serve's own checks, which wait longer, decide whether it runs."""
+        """Asks the target replicas for their health.
+
+        A replica that does not answer may be busy. Serve's own checks, which wait longer, decide whether it runs.
+        """
         try:
             replies = await self._broadcast(self._target, "check_health", timeout_s=HEALTH_PERIOD_S)
         except (DeploymentUnavailableError, ConnectionError):

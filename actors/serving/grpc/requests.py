@@ -1,8 +1,8 @@
 """Converts public request messages to what a target replica takes.
 
-Only fields that the client set are passed on, so that defaults stay the engine's. What vLLM, the tokenizer or a
-grammar's backend checks is checked in the replica (outrider.actors.vllm_adapter.engine_requests); here only what they
-cannot know. Every function raises RequestError with the public field that is wrong.
+Only fields that the client set are passed on, so that the engine's defaults apply. The replica checks what vLLM, the
+tokenizer or a grammar's backend can check (outrider.actors.vllm_adapter.engine_requests); the rest is checked here.
+Every function raises RequestError with the public field that is wrong.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def check_model(message: GenerationMessage | pb.TokenizeRequest | pb.DetokenizeR
 def to_sampling(sampling: pb.SamplingParameters, limits: ServingConfig) -> dict[str, Any]:
     """Return keyword arguments of vLLM's SamplingParams, whose names the message's fields have.
 
-    Without a max_tokens of the client's, that of the limits, if they have one.
+    max_tokens defaults to that of the limits, where they have one.
     """
     chosen: dict[str, Any] = {}
     for descriptor, value in sampling.ListFields():
@@ -190,7 +190,7 @@ def _verification(speculation: pb.SpeculationParameters) -> str | None:
 def _deadline(
     message: GenerationMessage, limits: ServingConfig, grpc_timeout: str | None, clock: Callable[[], float]
 ) -> Deadline:
-    """The earlier one of the field's and the call's; the default where there is neither."""
+    """Returns the earlier of the field's deadline and the call's; the default where there is neither."""
     most = limits.greatest_timeout_s
     of_call = None if grpc_timeout is None else seconds_of(grpc_timeout)
     seconds = limits.default_timeout_s if of_call is None else min(of_call, most)
@@ -203,7 +203,7 @@ def _deadline(
 
 
 def _structured_outputs(constraint: pb.StructuredOutputs) -> dict[str, Any]:
-    """Keyword arguments of vLLM's StructuredOutputsParams."""
+    """Returns keyword arguments of vLLM's StructuredOutputsParams."""
     kind = constraint.WhichOneof("constraint")
     if kind is None:
         return {}
@@ -211,7 +211,7 @@ def _structured_outputs(constraint: pb.StructuredOutputs) -> dict[str, Any]:
 
 
 def _plain(value: struct_pb2.Value) -> Any:
-    """JSON, where a number without a fraction is an integer: a Struct has floating point only."""
+    """Returns JSON in which a number without a fraction is an integer: a Struct has floating point only."""
     kind = value.WhichOneof("kind")
     if kind == "struct_value":
         return {name: _plain(inner) for name, inner in value.struct_value.fields.items()}

@@ -38,8 +38,8 @@ _ORIGINS = {
 _VERIFICATIONS = {name: number for number, name in VERIFICATIONS.items() if name is not None}
 
 
-class Answers:
-    """Collects the n answers of a unary call."""
+class ResponseBuilder:
+    """Builds the response of a unary call from the outputs of its n answers."""
 
     def __init__(self, request_id: str, n: int) -> None:
         self._request_id = request_id
@@ -59,7 +59,7 @@ class Answers:
             self._usages[output.index] = _finish(completion, output)
 
     def response(self) -> pb.GenerateResponse:
-        """Raises RuntimeError for an answer without an end."""
+        """Returns the response. Raises RuntimeError for an answer without an end."""
         usages = [usage for usage in self._usages if usage is not None]
         if len(usages) != len(self._completions):
             raise RuntimeError("an answer has no end")
@@ -132,7 +132,7 @@ def server_info_message(started_unix_s: float) -> pb.GetServerInfoResponse:
 
 
 def _origins(output: RoundOutput) -> list[pb.TokenOrigin]:
-    """One per token, unspecified where the target gave none."""
+    """Returns one origin per token, unspecified where the target gave none."""
     origins = output.origins or (UNKNOWN,) * len(output.token_ids)
     if len(origins) != len(output.token_ids):
         raise RuntimeError(f"{len(origins)} origins for {len(output.token_ids)} tokens")
@@ -140,7 +140,7 @@ def _origins(output: RoundOutput) -> list[pb.TokenOrigin]:
 
 
 def _finish(message: pb.Completion | pb.GenerateStreamResponse, output: RoundOutput) -> Usage:
-    """Fill in what an answer has at its end, all but the returned count of its tokens."""
+    """Fills in the fields of a finished answer but its usage, which is returned."""
     reason, stop_reason = output.finish_reason or "", output.stop_reason
     if reason not in _FINISH_REASONS:
         logger.warning("the engine ended an answer for a reason this API has no name for: %s", reason)

@@ -1,1 +1,1 @@
-"""HTTP on the ingress deployment: OpenAI's endpoints, health, metrics and the page, on one FastAPI app."""
+"""Serves HTTP on the ingress: OpenAI's endpoints, health, metrics and the page, on one FastAPI app."""

@@ -1,4 +1,4 @@
-"""The ingress' HTTP app: forwarded OpenAI paths, the gRPC calls of the page as JSON, health, metrics and the page.
+"""Builds the ingress' HTTP app: forwarded OpenAI paths, gRPC calls of the page as JSON, health, metrics, the page.
 
 | path | answer |
 |---|---|
@@ -38,10 +38,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.actors.observability.metrics import ApplicationMetrics, CountRequests
 from outrider.actors.observability.tracing import instrument
 from outrider.actors.replica_calls import Broadcast, ReplicaReply, RequestError
+from outrider.actors.serving.authentication import OWNER_IN_SCOPE, Authenticator
 from outrider.actors.serving.failures import Failure, HttpError, failure_of
 from outrider.actors.serving.grpc.calls import InProcessCall
-from outrider.actors.serving.openai.forward import Forwarding, body_of
-from outrider.actors.serving.owners import OWNER_IN_SCOPE, Owners
+from outrider.actors.serving.openai.forward import OpenAIForwarder, body_of
 from outrider.cluster.installed import VLLM, installed_version
 from outrider.v1 import generation_pb2 as pb
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
 SCRAPE_TIMEOUT_S = 4.0
-"""For the slowest replica. Prometheus gives up after 10 s unless configured otherwise."""
+"""Limit of the slowest replica. Prometheus gives up after 10 s unless configured otherwise."""
 
 MAX_TOKEN_TEXTS = 512
 ASSETS_PATH = "/outrider/page"
@@ -72,22 +72,24 @@ _Answer = TypeVar("_Answer")
 
 def build_http_app(
     ingress: Ingress,
-    owners: Owners,
-    forwarding: Forwarding,
+    authenticator: Authenticator,
+    forwarder: OpenAIForwarder,
     target: DeploymentHandle,
     pool: DeploymentHandle | None,
     broadcast: Broadcast,
     allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Builds the app. Errors have OpenAI's shape on all paths. FastAPI's own pages are off: they load scripts from the
-    network."""
+    """Builds the app. Errors have OpenAI's shape on all paths.
+
+    FastAPI's own pages are off, since they load scripts from the network.
+    """
     app = FastAPI(title="Outrider", openapi_url=None, docs_url=None, redoc_url=None)
     _add_error_handlers(app)
-    forwarding.add_routes(app)
+    forwarder.add_routes(app)
     _add_rpc_routes(app, ingress, target)
     add_operator_routes(app, ingress, target, pool, broadcast)
     add_page_routes(app)
-    app.add_middleware(GuardRequests, owners=owners)
+    app.add_middleware(GuardRequests, authenticator=authenticator)
     if allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(CountRequests)
@@ -189,8 +191,10 @@ def add_operator_routes(
 
 
 async def _json_object(request: Request) -> dict[str, Any]:
-    """Returns the body. Raises RequestError for anything but a JSON object, and for another content type, which web
-    pages of other origins can send unasked."""
+    """Returns the body. Raises RequestError for anything but a JSON object.
+
+    Another content type is refused, since web pages of other origins can send it without asking.
+    """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("content-type", "is not application/json", "send JSON")
     try:
@@ -243,7 +247,7 @@ def _compact(message: Message) -> str:
 
 
 def _json(message: Message) -> Response:
-    """Zeros are included, so that readers need not know which fields there are."""
+    """Returns the message as JSON. Zeros are included, so that readers need not know which fields there are."""
     text = json_format.MessageToJson(
         message, preserving_proto_field_name=True, indent=None, always_print_fields_with_no_presence=True
     )
@@ -255,8 +259,11 @@ def _response(failure: Failure) -> JSONResponse:
 
 
 class EventStream(StreamingResponse):
-    """Closes its generator however the response ends. Serve cancels the task of a client that has left, often while
-    the generator waits for nothing; unclosed it would hold its request in the engine until it is collected."""
+    """Streams events and closes its generator however the response ends.
+
+    Serve cancels the task of a client that has left, often while the generator is not running; unclosed, the generator
+    would hold its request in the engine until it is collected.
+    """
 
     def __init__(self, events: AsyncGenerator[str, None]) -> None:
         super().__init__(events, headers=EVENT_HEADERS, media_type="text/event-stream")
@@ -268,18 +275,17 @@ class EventStream(StreamingResponse):
 
 
 class GuardRequests:
-    """ASGI middleware that refuses requests without the key, or around the gateway, on every path but UNGUARDED, and
-    says in the scope whose the others are."""
+    """Authenticates requests, as ASGI middleware, on every path but UNGUARDED, and puts the owner into the scope."""
 
-    def __init__(self, app: ASGIApp, owners: Owners) -> None:
-        self._app, self._owners = app, owners
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+        self._app, self._authenticator = app, authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in UNGUARDED and not scope["path"].startswith(ASSETS_PATH):
             request = Request(scope)
             client = request.client.host if request.client else ""
             try:
-                scope[OWNER_IN_SCOPE] = self._owners.owner_of(request.headers.get, client)
+                scope[OWNER_IN_SCOPE] = self._authenticator.owner_of(request.headers.get, client)
             except Exception as error:  # noqa: BLE001 - refused, with a status of its own
                 await _response(failure_of(error, "the request"))(scope, receive, send)
                 return
@@ -296,7 +302,7 @@ class PageFiles(StaticFiles):
 
 
 def add_page_routes(app: FastAPI) -> None:
-    """Raises RuntimeError when the installation lacks the page's files."""
+    """Adds the page. Raises RuntimeError when the installation lacks its files."""
     files = PageFiles(packages=[("outrider.actors.serving.http", "static")])
     app.mount(ASSETS_PATH, files)
 

@@ -1,1 +1,1 @@
-"""vLLM's own OpenAI server: its engine wrapper and app in a target replica, and the forwarding in the ingress."""
+"""Runs vLLM's own OpenAI server: engine wrapper and app in a target replica, forwarding in the ingress."""

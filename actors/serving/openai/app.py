@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI server inside a target replica, without its sockets.
+"""Runs vLLM's own OpenAI server inside a target replica, without its sockets.
 
 `build_app` and `init_app_state` are what ``vllm serve`` runs. Each forwarded request is one call of that ASGI app.
 """
@@ -25,12 +25,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from outrider.actors.observability.logs import note_request
 from outrider.actors.replica_calls import HttpCall, HttpHead, ReplicaLost, RequestIdInUse
-from outrider.actors.serving.openai.engine import ANSWERING, Answering, OpenAIEngine
+from outrider.actors.serving.openai.engine import CURRENT_CALL, CallState, OpenAIEngine
 from outrider.actors.vllm_adapter.answer_parsers import answer_parsers
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 _MOST_WAITING = 64
-"""Parts of one answer that wait to be sent; the app is held back then."""
+"""Largest number of parts of one answer that wait to be sent; the app blocks then."""
 
 _DISCONNECT_S = 5.0
 """How long vLLM's app may take to notice a disconnect."""
@@ -42,14 +42,16 @@ class OpenAIApp:
     """Answers forwarded HTTP requests, several at once, on the replica's event loop."""
 
     def __init__(self, app: Any, llm: AsyncLLM, replica_id: str) -> None:
-        """app: vLLM's FastAPI app with its state."""
+        """Wraps vLLM's FastAPI app with its state."""
         self._app, self._llm, self._replica_id = app, llm, replica_id
-        self._answering: dict[tuple[int, str], Answering] = {}
+        self._running: dict[tuple[int, str], CallState] = {}
 
     @classmethod
     async def make(cls, llm: AsyncLLM, config: OutriderConfig, replica_id: str) -> OpenAIApp:
-        """Builds vLLM's app over the replica's engine. Raises ConfigError for a chat template, a parser or an option
-        under ``openai`` that vLLM refuses."""
+        """Builds vLLM's app over the replica's engine.
+
+        Raises ConfigError for a chat template, a parser or an option under ``openai`` that vLLM refuses.
+        """
         # The ingress checks keys, for every route. vLLM's own check covers some of them.
         os.environ.pop("VLLM_API_KEY", None)
         if config.serving.most_replicas > 1:
@@ -73,13 +75,13 @@ class OpenAIApp:
 
     @property
     def adapters(self) -> dict[str, LoRARequest]:
-        """vLLM's registry of LoRA adapters, by name; adapters that are loaded later appear in it."""
+        """Returns vLLM's registry of LoRA adapters, by name; adapters that are loaded later appear in it."""
         requests: dict[str, LoRARequest] = self._app.state.openai_serving_models.lora_requests
         return requests
 
     @property
     def args(self) -> Namespace:
-        """The arguments of ``vllm serve`` that the app was made with."""
+        """Returns the arguments of ``vllm serve`` that the app was made with."""
         args: Namespace = self._app.state.args
         return args
 
@@ -89,24 +91,24 @@ class OpenAIApp:
         Raises ReplicaLost when the engine has died before any part of the body.
         """
         note_request(call.request_id)
-        answering, key = Answering(call), (call.caller, call.request_id)
+        state, key = CallState(call), (call.caller, call.request_id)
         if call.routed is not None:
-            if key in self._answering:
+            if key in self._running:
                 raise RequestIdInUse(call.request_id)
-            self._answering[key] = answering
+            self._running[key] = state
         left, parts = asyncio.Event(), asyncio.Queue[HttpHead | bytes | None](_MOST_WAITING)
-        task = asyncio.create_task(self._run(call, answering, left, parts))
+        task = asyncio.create_task(self._run(call, state, left, parts))
         begun = False
         try:
             while (part := await parts.get()) is not None:
-                if answering.engine_died and not begun:
+                if state.engine_died and not begun:
                     raise ReplicaLost(self._replica_id, "its engine is dead")
                 begun = begun or isinstance(part, bytes)
                 yield part
         finally:
             left.set()
-            if self._answering.get(key) is answering:
-                del self._answering[key]
+            if self._running.get(key) is state:
+                del self._running[key]
             while not parts.empty():
                 parts.get_nowait()
             # vLLM's handlers end their requests when the client disconnects, and not when they are cancelled.
@@ -115,19 +117,21 @@ class OpenAIApp:
                 each.cancel()
 
     async def abort(self, owner: int, request_id: str) -> bool:
-        """Ends one of the owner's requests, by its id or its answer's. The answer ends with reason ``abort``. Returns
-        whether the request was here."""
+        """Ends one of the owner's requests, by its id or its answer's, with finish reason ``abort``.
+
+        Returns whether the request was here.
+        """
         names = (request_id, request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
-        found = next(filter(None, (self._answering.get((owner, name)) for name in names)), None)
+        found = next(filter(None, (self._running.get((owner, name)) for name in names)), None)
         if found is None or not found.engine_ids:
             return False
         await self._llm.abort(list(found.engine_ids))
         return True
 
     async def _run(
-        self, call: HttpCall, answering: Answering, left: asyncio.Event, parts: asyncio.Queue[HttpHead | bytes | None]
+        self, call: HttpCall, state: CallState, left: asyncio.Event, parts: asyncio.Queue[HttpHead | bytes | None]
     ) -> None:
-        ANSWERING.set(answering)
+        CURRENT_CALL.set(state)
         unread = [{"type": "http.request", "body": call.body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:

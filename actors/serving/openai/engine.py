@@ -1,8 +1,7 @@
-"""The engine as vLLM's OpenAI server sees it: AsyncLLM, with this deployment's limits on what a request may ask for.
+"""Wraps AsyncLLM for vLLM's OpenAI server, and applies this deployment's limits to each request.
 
-vLLM's serving classes check requests in their own words. What is added here is what they cannot know: numbers that the
-ranks and the link cannot take, the kinds of constraints that the deployment serves, speculation settings of a request,
-whose request it is, and its deadline.
+vLLM's serving classes check requests in their own words. This adds what they cannot know: numbers that the ranks and
+the link cannot take, the kinds of constraints that the deployment serves, speculation settings, owner and deadline.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from outrider.actors.replica_calls import LIMITS, HttpCall, RequestError
 from outrider.actors.request_constraints import Mode
 from outrider.actors.request_ids import scoped_id
 from outrider.actors.round.request import EXTRA_ARGS_KEY, check_for_ranks
+from outrider.actors.serving.authentication import tenant_salt
 from outrider.actors.serving.co_located import check_co_located_params
-from outrider.actors.serving.owners import salted
 from outrider.actors.vllm_adapter.engine_args import on_gpu
 from outrider.actors.vllm_adapter.engine_requests import blamed_by_ranks, traced_generate
 from outrider.actors.vllm_adapter.structured_outputs import check_constraint
@@ -41,21 +40,21 @@ ENABLED, NUM_TOKENS, VERIFICATION = (
 
 
 @dataclass
-class Answering:
-    """State of one HTTP call while vLLM's app answers it."""
+class CallState:
+    """Holds the state of one HTTP call while vLLM's app answers it."""
 
     call: HttpCall
     engine_ids: set[str] = field(default_factory=set)
-    """Ids of the engine's requests that the call has made."""
+    """Ids of the call's requests in the engine."""
 
     engine_died: bool = False
 
 
-ANSWERING: ContextVar[Answering | None] = ContextVar("the HTTP call that this task answers", default=None)
+CURRENT_CALL: ContextVar[CallState | None] = ContextVar("the HTTP call that this task answers", default=None)
 
 
 class OpenAIEngine:
-    """Passes everything on to AsyncLLM but ``generate``."""
+    """Limits ``generate`` and ``abort``, and passes everything else on to AsyncLLM."""
 
     def __init__(
         self,
@@ -65,8 +64,15 @@ class OpenAIEngine:
         co_located: str | None,
         limits: ServingConfig,
     ):
-        """num_speculative_tokens: the deployment's K, 0 without a drafter. co_located: the method by which vLLM drafts
-        inside the engine; None where it does not."""
+        """Wraps llm.
+
+        Args:
+            llm: The replica's engine.
+            num_speculative_tokens: The deployment's K; 0 without a drafter.
+            structured_output: Kinds of constraints that are served.
+            co_located: Method by which vLLM drafts inside the engine; None where it does not.
+            limits: Bounds of max_tokens.
+        """
         self._llm, self._k, self._limits = llm, num_speculative_tokens, limits
         self._structured_output, self._co_located = structured_output, co_located
 
@@ -77,27 +83,27 @@ class OpenAIEngine:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """See AsyncLLM.generate. Raises VLLMValidationError at once for what this deployment does not serve."""
-        answering = ANSWERING.get()
-        call = None if answering is None else answering.call
+        state = CURRENT_CALL.get()
+        call = None if state is None else state.call
         params = copy.copy(sampling_params)
         params.extra_args = self._extra_args(params.extra_args or {}, call)
         if call is not None:
             self._limit_tokens(params, call)
         self._check(params)
         if call is not None and call.tenant:
-            prompt = {**prompt, "cache_salt": salted(call.tenant, prompt.get("cache_salt"))}
+            prompt = {**prompt, "cache_salt": tenant_salt(call.tenant, prompt.get("cache_salt"))}
         # A completion is one text: its constraint holds for all of it. A chat says where its reasoning ends, and the
         # engine reads it in the prompt of a response.
         if options.get("reasoning_parser_kwargs") is None:
             options.setdefault("reasoning_ended", True)
-        return self._outputs(prompt, params, _scoped(request_id), options, answering)
+        return self._outputs(prompt, params, _scoped(request_id), options, state)
 
     async def abort(self, request_id: str) -> None:
         """See AsyncLLM.abort."""
         await self._llm.abort(_scoped(request_id))
 
     def _extra_args(self, asked: dict[str, Any], call: HttpCall | None) -> dict[str, Any]:
-        """Moves speculation settings and the call's owner, tenant and remaining time under the key of ours."""
+        """Moves speculation settings and the call's owner, tenant and remaining time under EXTRA_ARGS_KEY."""
         ours: dict[str, Any] = {}
         if (k := self._num_tokens(asked)) is not None:
             ours["num_speculative_tokens"] = k
@@ -157,22 +163,22 @@ class OpenAIEngine:
             raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=error.field) from None
 
     async def _outputs(
-        self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any], answering: Answering | None
+        self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any], state: CallState | None
     ) -> AsyncGenerator[RequestOutput, None]:
         started = False
-        if answering is not None:
-            answering.engine_ids.add(request_id)
+        if state is not None:
+            state.engine_ids.add(request_id)
         async with aclosing(traced_generate(self._llm, prompt, params, request_id, **options)) as outputs:
             try:
                 async for output in outputs:
-                    _check_reasons(output, params, answering)
-                    if answering is None or not answering.call.tenant:
+                    _check_reasons(output, params, state)
+                    if state is None or not state.call.tenant:
                         output.num_cached_tokens = None  # it tells what others have asked
                     started = True
                     yield output
             except EngineDeadError:
-                if answering is not None:
-                    answering.engine_died = True
+                if state is not None:
+                    state.engine_died = True
                 raise RetryableRequestError("the target's engine is gone; retry") from None
             except EngineGenerateError as error:
                 # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
@@ -183,17 +189,19 @@ class OpenAIEngine:
 
 def _scoped(request_id: str) -> str:
     """Returns the engine's id of a request of the running call: ids of two owners never meet."""
-    answering = ANSWERING.get()
-    return request_id if answering is None else scoped_id(answering.call.caller, request_id)
+    state = CURRENT_CALL.get()
+    return request_id if state is None else scoped_id(state.call.caller, request_id)
 
 
-def _check_reasons(output: RequestOutput, params: SamplingParams, answering: Answering | None) -> None:
-    """Raises VLLMValidationError for a request whose own limits left no token to choose, and GracefulHTTPError for one
-    whose deadline passed: to vLLM's server both are failures of the engine."""
+def _check_reasons(output: RequestOutput, params: SamplingParams, state: CallState | None) -> None:
+    """Raises an error of the request's where vLLM's server would report a failure of the engine.
+
+    VLLMValidationError: its own limits left no token to choose. GracefulHTTPError: its deadline passed.
+    """
     for completion in output.outputs:
         if completion.finish_reason == "error" and (asked := [name for name in LIMITS if getattr(params, name)]):
             raise VLLMValidationError(f"{', '.join(asked)} left no token to choose", parameter=asked[0])
-        left_s = None if answering is None else answering.call.seconds_left()
+        left_s = None if state is None else state.call.seconds_left()
         if completion.finish_reason == "abort" and left_s is not None and left_s <= 0:
             raise GracefulHTTPError("aborted when its deadline passed", HTTPStatus.REQUEST_TIMEOUT)
 

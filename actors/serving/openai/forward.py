@@ -1,6 +1,6 @@
-"""The ingress' side of OpenAI's API: requests are forwarded as they came to vLLM's own server in a target replica.
+"""Forwards requests of OpenAI's API, as they came, from the ingress to vLLM's own server in a target replica.
 
-The body is read for routing and for ``speculation`` only. Everything else, errors included, is vLLM's.
+The body is read for routing and for ``speculation`` only. vLLM answers everything else, errors included.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from outrider.actors.observability.logs import note_request
 from outrider.actors.observability.tracing import forwarded
 from outrider.actors.replica_calls import Deadline, HttpCall, HttpHead, RequestError
 from outrider.actors.request_ids import is_usable_id
+from outrider.actors.serving.authentication import OWNER_IN_SCOPE
 from outrider.actors.serving.failures import HttpError, Refused, failure_of
-from outrider.actors.serving.owners import OWNER_IN_SCOPE
 from outrider.actors.serving.routing.request_profile import of_body
 from outrider.actors.serving.running import RunningRequest, RunningRequests
 from outrider.cluster.config import ServingConfig
@@ -40,7 +40,7 @@ GENERATING = (
     "/v1/systemone",
     "/invocations",
 )
-"""Paths of vLLM's server that keep the engine busy."""
+"""Paths of vLLM's server that generate."""
 
 CONTROL = (
     ("POST", "/v1/messages/count_tokens"),
@@ -55,18 +55,18 @@ OF_ONE_REPLICA = (
     ("GET", "/v1/responses/{response_id}"),
     ("POST", "/v1/responses/{response_id}/cancel"),
 )
-"""Paths whose effect, or whose memory, is in one replica."""
+"""Paths whose state is in one replica."""
 
 REQUEST_ID_HEADER, TIMEOUT_HEADER = "x-request-id", "x-request-timeout-ms"
 BODY_TIMEOUT_S = 30.0
-"""Within how many seconds a body must have come. The gateway sees to its first 32 KiB only."""
+"""Seconds within which a body must have come. The gateway limits the first 32 KiB only."""
 
 _NOT_FORWARDED = (b"authorization", b"x-api-key", b"cookie", b"content-length", b"transfer-encoding", b"connection")
 _OF_GATEWAY = b"x-outrider-"
 _NOT_SENT_BACK = (b"transfer-encoding", b"connection")
 
 
-class Forwarding:
+class OpenAIForwarder:
     """Forwards HTTP requests to target replicas."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Forwarding:
         isolates_tenants: bool,
         num_targets: int,
     ) -> None:
-        """See Ingress. running: where requests are registered while they run."""
+        """Takes arguments of Ingress. running: registers requests while they run."""
         self._call = target.http.options(stream=True)
         self._running, self._limits = running, limits
         self._model, self._max_retries = served_model_name, max_retries
@@ -118,7 +118,7 @@ class Forwarding:
             raise HttpError(failure_of(error, f"request {request_id}")) from None
 
     async def _call_of(self, request: Request, generates: bool) -> HttpCall:
-        """Raises RequestError and Refused. The app's GuardRequests has put the owner into the scope."""
+        """Converts the request. Raises RequestError and Refused. GuardRequests has put the owner into the scope."""
         owner: int = request.scope[OWNER_IN_SCOPE]
         content = await body_of(request)
         body: Any = None
@@ -178,7 +178,7 @@ class Forwarding:
 
 
 class ForwardedResponse(StreamingResponse):
-    """Sends what comes from the replica as it comes. Closes the call however the response ends."""
+    """Sends each part of the replica's response when it comes, and closes the call however the response ends."""
 
     def __init__(self, head: HttpHead, parts: AsyncGenerator[HttpHead | bytes, None]) -> None:
         super().__init__(_bodies(head, parts), head.status)
@@ -195,7 +195,7 @@ class ForwardedResponse(StreamingResponse):
 
 
 async def _bodies(head: HttpHead, parts: AsyncGenerator[HttpHead | bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yields the body. An error after its beginning is one more event of a stream, in OpenAI's shape."""
+    """Yields the body. An error after its start becomes one more event of a stream, in OpenAI's shape."""
     is_stream = any(value.startswith(b"text/event-stream") for _, value in head.headers)
     try:
         async for part in parts:

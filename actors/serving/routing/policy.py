@@ -20,12 +20,12 @@ _USUAL_TOKENS = 512.0
 """Assumed of another router's request while this router has none of its own to go by."""
 
 DEFAULT_CAPACITY_TOKENS = 1 << 20
-"""KV cache of a replica that has not reported its size."""
+"""Assumed size of the KV cache of a replica that has not reported it."""
 
 
 @dataclass(frozen=True)
 class RoutingSettings:
-    """See serving in the configuration."""
+    """Holds the settings of the same names in the section ``serving`` of the configuration."""
 
     max_ongoing_requests: int
     prefix_affinity: float = 8.0
@@ -54,7 +54,7 @@ class RoutingPolicy:
         self._without_drafter: set[str] = set()
         self._not_serving: set[str] = set()
         self._suspects: dict[str, float] = {}
-        """By replica: until when it is avoided."""
+        """Replica -> time until which it is avoided."""
 
         self._random = random.Random(settings.seed)
 
@@ -98,7 +98,7 @@ class RoutingPolicy:
     ) -> list[str]:
         """Returns the replicas with room for the request, best first; none while all are full, unless even_full.
 
-        Replicas to avoid, those that could not be reached and dead engines are in it only if there are no others.
+        Replicas to avoid, unreachable ones and dead engines are included only if there are no others.
         """
         now = self._clock()
         suspects = (replica for replica, until in self._suspects.items() if now < until)
@@ -148,7 +148,7 @@ class OutstandingWork:
 
     def __init__(self) -> None:
         self._charges: defaultdict[str, dict[str, list[int]]] = defaultdict(dict)
-        """By replica and key: tokens. Several calls of one request can share a key."""
+        """Replica -> key -> tokens of each call; several calls of one request can share a key."""
 
         self._tokens: defaultdict[str, int] = defaultdict(int)
         self._requests: defaultdict[str, int] = defaultdict(int)
@@ -200,7 +200,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._blocks: dict[str, OrderedDict[int, int]] = {}
-        """By replica: tokens of each block, by its hash, least recently used first."""
+        """Replica -> hash of a block -> tokens of the block, least recently used first."""
 
         self._tokens: dict[str, int] = {}
         self._capacities: dict[str, int] = {}

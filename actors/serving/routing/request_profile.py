@@ -75,8 +75,8 @@ def of_generation(request: GenerationRequest) -> RoutedRequest:
 
 
 def of_body(body: Mapping[str, Any], served_model: str | None = None) -> RoutedRequest | None:
-    """Profiles a JSON body in the shape of one of vLLM's HTTP routes that generate. Raises for no JSON, however
-    malformed.
+    """Profiles a JSON body in the shape of one of vLLM's HTTP routes that generate. Raises nothing, however malformed
+    the body is.
 
     Args:
         body: Decoded. The shape says what it is, as ``/invocations`` takes several: ``messages`` is a chat, ``input``

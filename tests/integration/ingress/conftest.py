@@ -10,8 +10,8 @@ import pytest
 from ray import serve
 
 from outrider.actors.serve_adapter.broadcast import broadcast
+from outrider.actors.serving.authentication import TOKEN_VARIABLE, Authenticator
 from outrider.actors.serving.ingress import Ingress
-from outrider.actors.serving.owners import TOKEN_VARIABLE, Owners
 from outrider.cluster.config import ServingConfig
 from outrider.deploy.client.sync_client import OutriderClient
 from tests.integration.ingress.stand_in_target import K, stand_in_target
@@ -28,15 +28,15 @@ def address(meeting_point: Path, deployments: Deployments) -> Iterator[str]:
     port = deployments.cluster()
     front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
     target = stand_in_target(str(meeting_point))
-    app = front.bind(target, "pair", K, broadcast=broadcast, owners=owners(), limits=ServingConfig())
+    app = front.bind(target, "pair", K, broadcast=broadcast, authenticator=owners(), limits=ServingConfig())
     serve.run(app, name="outrider")
     yield f"127.0.0.1:{port}"
     serve.delete("outrider")
 
 
-def owners() -> Owners:
+def owners() -> Authenticator:
     """What the ingress behind the tests' gateway checks."""
-    return Owners(token=os.environ[TOKEN_VARIABLE])
+    return Authenticator(token=os.environ[TOKEN_VARIABLE])
 
 
 @pytest.fixture

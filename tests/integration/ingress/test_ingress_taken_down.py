@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
 
 from outrider.actors.serve_adapter.broadcast import broadcast
-from outrider.actors.serve_adapter.living import is_stopping
+from outrider.actors.serve_adapter.ray_processes import is_stopping
 from outrider.actors.serving.ingress import Ingress
 from outrider.cluster.config import ServingConfig
 from outrider.deploy.client.sync_client import OutriderClient
@@ -35,7 +35,7 @@ def second(address: str, meeting_point: Path) -> Iterator[OutriderClient]:
     )  # fmt: skip
     target = stand_in_target(str(meeting_point))
     app = front.bind(
-        target, "pair", K, broadcast=broadcast, owners=owners(), limits=ServingConfig(), is_stopping=is_stopping
+        target, "pair", K, broadcast=broadcast, authenticator=owners(), limits=ServingConfig(), is_stopping=is_stopping
     )
     serve.run(app, name=APP, route_prefix="/second")
     with OutriderClient(address, application=APP) as client:

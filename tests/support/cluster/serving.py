@@ -19,7 +19,7 @@ from ray import serve
 from ray.core.generated import gcs_pb2
 
 from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT
-from outrider.actors.serving.owners import TOKEN_VARIABLE
+from outrider.actors.serving.authentication import TOKEN_VARIABLE
 from outrider.cluster.config import DraftModelConfig, GatewayConfig, OutriderConfig, ServingConfig, parse_config
 from outrider.cluster.placement import NAMESPACE, available_cores
 from outrider.deploy import app

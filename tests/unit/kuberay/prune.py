@@ -1,9 +1,9 @@
-"""KubeRay's definitions of its kinds, from a clone of its repository, as the JSON Schemas beside this file.
+"""Converts KubeRay's definitions of its kinds, from a clone of its repository, to the JSON Schemas beside this file.
 
     python tests/unit/kuberay/prune.py CLONE v1.7.0
 
 Fields that a definition does not have are errors, as under kubectl. Left out: descriptions, status, Kubernetes' own
-keywords. Pod templates and services say which kind of Kubernetes' they are checked as, in place of what they hold.
+keywords. Pod templates and services name the kind of Kubernetes that they are checked as, in place of their fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yaml
 FOLDER = Path(__file__).parent
 KINDS = ("rayclusters", "rayservices")
 AS_KUBERNETES = {"template": "Pod", "headService": "Service", "serveService": "Service"}
-"""By property: the kind. x-kubernetes-kind in the schemas."""
+"""Kind by property; x-kubernetes-kind in the schemas."""
 
 
 def git(clone: str, *arguments: str) -> str:
@@ -27,7 +27,7 @@ def git(clone: str, *arguments: str) -> str:
 
 
 def pruned(schema: dict[str, Any]) -> dict[str, Any]:
-    """Of a structural schema, in which properties stand beside no additionalProperties."""
+    """Returns a structural schema, which has no additionalProperties beside properties, without what is left out."""
     kept = {
         word: value
         for word, value in schema.items()
@@ -59,7 +59,7 @@ def main(clone: str, version: str) -> None:
         schema = served["schema"]["openAPIV3Schema"]
         schema["properties"].pop("status")
         source = f"From {path} of KubeRay {version} ({commit}), Apache-2.0; pruned by prune.py"
-        text = json.dumps({"$comment": source, **pruned(schema)}, indent=1, sort_keys=True)
+        text = json.dumps({"$comment": source, **pruned(schema)}, separators=(",", ":"), sort_keys=True)
         (FOLDER / f"{kind}.json").write_text(text + "\n")
 
 

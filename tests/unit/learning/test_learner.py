@@ -26,6 +26,8 @@ from tests.unit.learning.tiny_learner import (
     work,
 )
 
+pytestmark = pytest.mark.timeout(300)  # it trains
+
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_what_is_learned_serves_once_it_is_better(greedy):

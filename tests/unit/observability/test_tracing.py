@@ -1,4 +1,7 @@
-"""Spans: one a request at the ingress, one in the target, one a round, in one trace; and none while tracing is off."""
+"""Spans: one a request at the ingress, one in the target, one a round, in one trace; and none while tracing is off.
+
+With a collector and real processes: tests/integration/test_traces_and_logs.py.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,12 +21,10 @@ from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_adapter.engine_requests import traced_generate
 from outrider.cluster.config import ConfigError, ServingConfig
 from outrider.cluster.link.messages import DraftOrigin
-from tests.support.otlp_collector import collecting
 from tests.unit.round.scripted_link import Engine, arrival, asked, drafting, params
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
-UNSAMPLED = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-00"}
 
 
 @pytest.fixture
@@ -76,23 +77,13 @@ async def test_a_request_s_spans_are_one_trace_that_the_caller_began(spans):
     assert target.attributes["outrider.finish_reason"] == "stop"
 
 
-async def test_a_trace_that_is_not_sampled_is_passed_on_and_costs_no_rounds(spans):
-    llm, params = FakeLLM(), SimpleNamespace(extra_args=None)
-    async for _ in traced_generate(llm, "p", params, "r1", UNSAMPLED):
-        pass
-    assert params.extra_args is None
-    parent = llm.options["trace_headers"]["traceparent"]
-    assert (parent[:36], parent[-3:]) == (f"00-{TRACE_ID}-", "-00")
-    with tracing.rpc_span("GetServerStatus", context(), None) as headers:
-        assert headers == {}, "a control call"
-    assert spans.finished() == ()
-
-
 def test_errors_and_cancellations_end_the_span_and_say_so(spans):
     with pytest.raises(RuntimeError), tracing.rpc_span("failed", context(), "r1"):
         raise RuntimeError("INTERNAL: broken")
     with pytest.raises(GeneratorExit), tracing.rpc_span("left", context([("traceparent", "rubbish")]), "r1"):
         raise GeneratorExit
+    with tracing.rpc_span("GetServerStatus", context(), None) as headers:
+        assert headers == {}, "a control call has no span"
     failed, left = spans.finished()
     assert (failed.status.status_code, failed.status.description) == (StatusCode.ERROR, "INTERNAL: broken")
     assert left.attributes["outrider.cancelled"]
@@ -191,22 +182,3 @@ def test_the_configuration_becomes_opentelemetry_s_own_variables(monkeypatch):
     monkeypatch.setattr(environment, "_PACKAGES", ("sdk.trace", "no_such_exporter.of_spans"))
     with pytest.raises(ConfigError, match=r"serving\.otlp_traces_endpoint: .*outrider\[otel\]"):
         process_environment(traced)
-
-
-def test_spans_reach_a_collector_with_their_component(monkeypatch):
-    with collecting(0) as collector:
-        endpoint = f"http://127.0.0.1:{collector.port}"
-        monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
-        serving = ServingConfig(otlp_traces_endpoint=endpoint)
-        for name, value in process_environment(serving).items():
-            monkeypatch.setenv(name, value)
-        tracing.process_provider.cache_clear()
-        try:
-            for metadata in (CALLER.items(), ()):  # sampled by its caller; not sampled here
-                with tracing.rpc_span("Generate", context(metadata), "r1"):
-                    pass
-            tracing.process_provider("ingress").force_flush()
-        finally:
-            tracing.process_provider.cache_clear()
-    ((component, span),) = collector.spans
-    assert (component, span.trace_id.hex()) == ("ingress", TRACE_ID)

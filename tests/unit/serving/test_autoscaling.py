@@ -88,17 +88,12 @@ def test_whatever_speaks_against_one_less_starts_the_delay_anew(reports: list[Re
     assert 1 in scaled.seconds(40, IDLE, IDLE)
 
 
-def test_nothing_is_decided_on_nothing() -> None:
+def test_what_does_not_report_is_not_taken_away_and_holds_nothing_up() -> None:
     scaled = controller(2, downscale_delay_s=0)
     assert set(scaled.seconds(50, None, None, queued=500)) == {2}
     assert scaled.reason == "no_data"
     assert set(scaled.seconds(50)) == {2}
     assert scaled.reason == "loading"
-
-
-def test_a_silent_replica_stops_going_down_and_not_going_up() -> None:
-    scaled = controller(2, downscale_delay_s=0)
-    assert set(scaled.seconds(5, waiting(4), waiting(4))) == {2}
     assert set(scaled.seconds(50, IDLE, None)) == {2}
     assert scaled.reason == "no_data"
     assert max(scaled.seconds(10, waiting(50), None)) >= 3

@@ -16,7 +16,7 @@ from outrider.actors.serving.drafter_pool import DrafterPool
 from outrider.cluster.drafter_registry import Member
 
 
-class Registration:
+class RegistryClient:
     """What is told to a registry."""
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ async def test_it_is_tried_until_it_loads_ever_less_often_and_the_registry_is_to
 ) -> None:
     loads = [False] * 6 + [True]
     drafters, pauses, told, killed = [a_drafter(loads=each) for each in loads], [], [], []
-    replica = SimpleNamespace(_registration=Registration())
+    replica = SimpleNamespace(_registry_client=RegistryClient())
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
-        told.append(replica._registration.member.trouble)
+        told.append(replica._registry_client.member.trouble)
 
     monkeypatch.setattr(drafter_pool.asyncio, "sleep", sleep)
     monkeypatch.setattr(ray, "kill", killed.append)
@@ -85,6 +85,6 @@ async def test_one_whose_process_dies_while_it_loads_has_failed(monkeypatch: pyt
 
 def test_one_that_is_taken_away_before_its_drafter_has_loaded_is_forgotten_at_once() -> None:
     """Else what it had told would be waited for until it expires."""
-    replica: Any = SimpleNamespace(_registration=(registration := Registration()))
+    replica: Any = SimpleNamespace(_registry_client=(registry_client := RegistryClient()))
     asyncio.run(DrafterPool.__del__(replica))
-    assert registration.has_left
+    assert registry_client.has_left

@@ -13,7 +13,7 @@ from outrider.actors.serve_adapter.autoscaling import (
     LASTS_S,
     LOST_S,
     UPSCALE_DELAY_S,
-    RegistryCalls,
+    WorkPoller,
     serve_pool_autoscaling,
 )
 from outrider.actors.serving.pool_scaling import PROBE_S, TRIAL_S
@@ -149,7 +149,7 @@ class Answers:
 
 
 def test_the_controller_waits_for_no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, calls = Answers(monkeypatch), RegistryCalls("app")
+    answers, calls = Answers(monkeypatch), WorkPoller("app")
     assert [calls.work(float(now)) for now in range(5)] == [None] * 5
     assert answers.asked == 1, "one question at a time"
     answers.there.append([GOOD])

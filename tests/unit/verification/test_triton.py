@@ -12,6 +12,7 @@ from tests.support.devices.counting_device import DEVICE, CountingDevice
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.timeout(300)
 def test_triton_gives_the_same_as_torch():
     print(interpreted.run("tests.unit.verification.triton_comparison"))
 

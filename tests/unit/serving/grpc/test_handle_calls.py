@@ -1,4 +1,4 @@
-"""What other Serve applications call on the ingress: the methods of gRPC, with a context of their own."""
+"""Other Serve applications call the RPCs on the ingress and get responses or a status."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from outrider.v1 import generation_pb2 as pb
 from outrider.v1.handle_calls import CallFailed
 
 
-class Door(HandleCalls):
-    """An ingress whose answers are scripted."""
+class ScriptedIngress(HandleCalls):
+    """Answers by the prompt's text."""
 
     def __init__(self) -> None:
         self.closed = 0
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
+        if request.text == "break":
+            raise ZeroDivisionError("before a status was chosen")
         with errors_become_status(grpc_context, "request r"):
             if request.text == "refuse":
                 raise RequestError("sampling.n", "0 is none", "send 1")
@@ -35,54 +37,39 @@ class Door(HandleCalls):
             with errors_become_status(grpc_context, "request r"):
                 for part in request.text.split():
                     yield pb.GenerateStreamResponse(text_delta=part)
-                    if part == "lose":
-                        raise ConnectionError("gone")
+                raise ConnectionError("gone")
         finally:
             self.closed += 1
 
-    async def GetServerStatus(
-        self, request: pb.GetServerStatusRequest, grpc_context: RayServegRPCContext
-    ) -> pb.GetServerStatusResponse:
-        raise ZeroDivisionError("a mistake before anything was said")
+
+async def generated(text: str) -> str:
+    data = await ScriptedIngress().handle_unary("Generate", pb.GenerateRequest(text=text).SerializeToString())
+    return pb.GenerateResponse.FromString(data).text
 
 
-async def test_a_response_comes_back_serialised() -> None:
-    data = await Door().handle_unary("Generate", pb.GenerateRequest(text="hi").SerializeToString())
-    assert pb.GenerateResponse.FromString(data).text == "hi"
-
-
-async def test_a_refusal_carries_what_grpc_would_have_sent() -> None:
+async def test_a_call_returns_a_response_or_the_status_that_grpc_would_have_sent() -> None:
+    assert await generated("hi") == "hi"
     with pytest.raises(CallFailed) as caught:
-        await Door().handle_unary("Generate", pb.GenerateRequest(text="refuse").SerializeToString())
+        await generated("refuse")
     failed = pickle.loads(pickle.dumps(caught.value))
     assert failed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert failed.details == "sampling.n: 0 is none; send 1"
+    with pytest.raises(ZeroDivisionError):
+        await generated("break")
+    with pytest.raises(KeyError):
+        await ScriptedIngress().handle_unary("__init__", b"")
 
 
-async def test_messages_come_before_the_failure() -> None:
-    request = pb.GenerateStreamRequest(text="a lose")
-    responses = Door().handle_stream("GenerateStream", request.SerializeToString())
+async def test_a_stream_yields_its_messages_before_a_failure_and_closes_what_it_reads_from() -> None:
+    ingress, request = ScriptedIngress(), pb.GenerateStreamRequest(text="a b").SerializeToString()
+    responses = ingress.handle_stream("GenerateStream", request)
     parts = [pb.GenerateStreamResponse.FromString(await anext(responses)).text_delta for _ in range(2)]
-    assert parts == ["a", "lose"]
+    assert parts == ["a", "b"]
     with pytest.raises(CallFailed) as caught:
         await anext(responses)
     assert caught.value.code == grpc.StatusCode.UNAVAILABLE.value[0]
-
-
-async def test_closing_a_stream_closes_what_it_reads_from() -> None:
-    door = Door()
-    responses = door.handle_stream("GenerateStream", pb.GenerateStreamRequest(text="a b c").SerializeToString())
-    await anext(responses)
-    assert door.closed == 0
-    await responses.aclose()
-    assert door.closed == 1
-
-
-async def test_what_no_status_was_chosen_for_is_passed_on() -> None:
-    with pytest.raises(ZeroDivisionError):
-        await Door().handle_unary("GetServerStatus", b"")
-
-
-async def test_only_rpcs_can_be_called() -> None:
-    with pytest.raises(KeyError):
-        await Door().handle_unary("__init__", b"")
+    left = ingress.handle_stream("GenerateStream", request)
+    await anext(left)
+    assert ingress.closed == 1
+    await left.aclose()
+    assert ingress.closed == 2

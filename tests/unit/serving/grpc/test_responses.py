@@ -1,4 +1,4 @@
-"""From rounds to public messages: origins, and what a model is."""
+"""Outputs of rounds become public messages with each token's origin."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.actors.replica_calls import ModelInfo, RoundOutput, Usage
-from outrider.actors.serving.grpc.responses import Answers, model_info_message, stream_message
+from outrider.actors.serving.grpc.responses import ResponseBuilder, model_info_message, stream_message
 from outrider.v1 import generation_pb2 as pb
 
 FIRST = RoundOutput("a", (1,), origins=("plain",), num_rounds=1)
@@ -16,31 +16,23 @@ LAST = RoundOutput(
 )
 
 
-def test_a_message_tells_each_tokens_origin() -> None:
+ORIGINS = [
+    pb.TOKEN_ORIGIN_PLAIN,
+    pb.TOKEN_ORIGIN_ACCEPTED,
+    pb.TOKEN_ORIGIN_ACCEPTED,
+    pb.TOKEN_ORIGIN_RECOVERED,
+]
+
+
+def test_each_token_has_its_origin_in_a_message_and_in_a_whole_answer() -> None:
     message = stream_message("r", LAST)
-    accepted = pb.TOKEN_ORIGIN_ACCEPTED
-    assert list(message.origins) == [accepted, accepted, pb.TOKEN_ORIGIN_RECOVERED]
-    assert message.num_rounds == 1
-
-
-def test_a_whole_answer_tells_them_in_the_order_of_its_tokens() -> None:
-    answers = Answers("r", 1)
+    assert (list(message.origins), message.num_rounds) == (ORIGINS[1:], 1)
+    builder = ResponseBuilder("r", 1)
     for output in (FIRST, LAST):
-        answers.add(output)
-    (completion,) = answers.response().completions
-    assert [pb.TokenOrigin.Name(origin) for origin in completion.origins] == [
-        "TOKEN_ORIGIN_PLAIN",
-        "TOKEN_ORIGIN_ACCEPTED",
-        "TOKEN_ORIGIN_ACCEPTED",
-        "TOKEN_ORIGIN_RECOVERED",
-    ]
-
-
-def test_a_target_that_tells_none_leaves_them_unspecified() -> None:
+        builder.add(output)
+    (completion,) = builder.response().completions
+    assert list(completion.origins) == ORIGINS
     assert list(stream_message("r", RoundOutput("ab", (1, 2))).origins) == [pb.TOKEN_ORIGIN_UNSPECIFIED] * 2
-
-
-def test_origins_that_do_not_fit_the_tokens_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="1 origins for 2 tokens"):
         stream_message("r", RoundOutput("ab", (1, 2), origins=("plain",)))
 

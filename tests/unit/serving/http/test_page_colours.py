@@ -46,20 +46,10 @@ def contrast(one: str, other: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def test_the_measure_itself() -> None:
-    assert contrast("#000000", "#ffffff") == pytest.approx(21)
-    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
-
-
-def test_both_schemes_define_the_same_colours() -> None:
-    colours = schemes()
-    assert set(colours["light"]) == set(colours["dark"])
-    assert len(colours["light"]) > 20
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(scheme: str) -> None:
     colours = schemes()[scheme]
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01), "as WCAG has it"
     low = {
         f"{front} on {back}": round(found, 2)
         for front, back, needed in PAIRS

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest
 from outrider.actors.serving.routing.request_profile import (
@@ -14,6 +16,7 @@ from outrider.actors.serving.routing.request_profile import (
     text_fingerprint,
     token_fingerprint,
 )
+from tests.support.fuzz.protobuf import FUZZ
 
 
 def shared(one, other):
@@ -27,33 +30,20 @@ def test_prompts_share_the_blocks_before_they_differ():
     assert shared(one, other) == len(system) // 128 == 5
     assert len(one) == 8
     assert set(one[5:]).isdisjoint(other), "a hash is of all that comes before it"
-
-
-def test_the_same_text_elsewhere_is_another_block():
     assert set(text_fingerprint("a" * 256)).isdisjoint(text_fingerprint("b" * 128 + "a" * 256)[1:])
-
-
-def test_a_short_prompt_has_no_blocks():
-    assert text_fingerprint("short") == ()
-    assert token_fingerprint(range(31)) == ()
-    assert len(token_fingerprint(range(32))) == 1
-
-
-def test_blocks_get_longer_and_end():
-    ids = list(range(300_000))
-    assert len(token_fingerprint(ids)) == 192
-    assert sum(block_tokens(number) for number in range(192)) == MAX_BYTES // 4
-    assert block_tokens(0) == 32
-    assert block_tokens(191) == 2048
 
 
 def test_token_ids_and_text_do_not_meet():
     assert set(token_fingerprint([0x20202020] * 64)).isdisjoint(text_fingerprint(" " * 256))
 
 
-@pytest.mark.parametrize("text", ["\ud800" * 200, "\x00" * 200, "語" * 200])
-def test_any_text_has_a_fingerprint(text):
-    assert text_fingerprint(text)
+def test_a_fingerprint_has_whole_blocks_of_any_text_up_to_a_limit():
+    assert text_fingerprint("short") == token_fingerprint(range(31)) == ()
+    assert len(token_fingerprint(range(32))) == 1
+    blocks = len(token_fingerprint(range(300_000)))
+    assert sum(block_tokens(number) for number in range(blocks)) == MAX_BYTES // 4
+    for text in ("\ud800" * 200, "\x00" * 200, "語" * 200):
+        assert text_fingerprint(text)
 
 
 TEXT = "Once upon a time there was a router. " * 20
@@ -140,18 +130,29 @@ def test_a_body_without_a_prompt_has_no_profile():
 
 
 DEEP = json.loads("[" * 900 + "]" * 900)
-ODD = [None, True, -1, 1e400, 1 << 70, "\ud800", [], {}, [None], [[-1]], [1, "a"], [[1 << 40]], [{"role": DEEP}], DEEP]
+KEYS = (
+    "messages", "input", "prompt", "token_ids", "tools", "system", "instructions", "n", "max_tokens", "model", "role",
+    "content", "text", "output", "image_url", "vllm_xargs", "sampling_params",
+)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+)
 
 
-@pytest.mark.parametrize("value", ODD, ids=range(len(ODD)))
-def test_any_json_is_profiled_without_an_error(value):
-    fields = ("messages", "input", "prompt", "token_ids", "tools", "system", "instructions", "n", "max_tokens", "model")
-    nested = [{"role": "user", "content": [{"text": value, "image_url": value, "content": value}], "output": value}]
-    for kind, valid in (("messages", nested), ("input", nested), ("prompt", "a"), ("token_ids", [1])):
-        for field in (*fields, "vllm_xargs", "sampling_params"):
-            routed = over_http(**{kind: valid, field: value})
-            assert routed.tokens * 1.0 >= 0
-            assert routed.answer_tokens < 1 << 24
+@settings(FUZZ, max_examples=200)
+@given(st.dictionaries(st.sampled_from(KEYS), JSON))
+@example({"prompt": "a", "n": 1 << 70, "max_tokens": 1e400})
+def test_any_json_is_profiled_without_an_error(body):
+    routed = over_http(**body)
+    assert routed is None or (routed.tokens * 1.0 >= 0 and routed.answer_tokens < 1 << 24)
+
+
+@pytest.mark.parametrize("field", KEYS)
+def test_deep_json_is_profiled_without_an_error(field):
+    nested = {"role": "user", "content": [{"text": DEEP, "image_url": DEEP, "content": DEEP}], "output": DEEP}
+    for kind, valid in (("messages", [nested]), ("input", [nested]), ("prompt", "a"), ("token_ids", [1])):
+        assert over_http(**{kind: valid, field: DEEP}).tokens >= 0
 
 
 def test_prompts_of_another_adapter_share_nothing():

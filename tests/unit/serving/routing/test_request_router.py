@@ -176,20 +176,15 @@ async def test_a_retry_is_counted_once_and_where_it_went():
     assert await routed.choose(request, is_retry=True) == home
     assert sum(routed.requests()) == 1, "routed again, as when the replica would not take it"
     other = "b" if home == "a" else "a"
+    second = generation("1")
+    await routed.choose(second)
+    routed.router.on_request_routed(second, ReplicaID(other, DEPLOYMENT), None)
+    assert routed.requests([home, other]) == [1, 1], "Serve took the other one, since the first was full"
+    routed.done(other, "1")
     routed.router.on_replica_actor_died(ReplicaID(home, DEPLOYMENT))
     assert await routed.choose(request, is_retry=True) == other
     routed.router.on_request_routed(request, ReplicaID(other, DEPLOYMENT), None)
     routed.done(home, "0")  # of the first attempt, late
-    assert routed.requests([home, other]) == [0, 1]
-
-
-async def test_serves_own_choice_is_followed():
-    """Serve takes the second of the ranking when the first turns out to be full."""
-    routed = Routed()
-    request = generation("0")
-    home = await routed.choose(request)
-    other = "b" if home == "a" else "a"
-    routed.router.on_request_routed(request, ReplicaID(other, DEPLOYMENT), None)
     assert routed.requests([home, other]) == [0, 1]
 
 

@@ -11,8 +11,8 @@ from ray._private import services
 from ray._private.worker import global_worker
 from ray.serve._private.replica import ReplicaActor
 
-RAYS_PATIENCE_S = 30.0
-"""Fixed in Ray, which says then: "The current node timed out during startup"."""
+RAY_NODE_TIMEOUT_S = 30.0
+"""Limit in Ray, which then raises "The current node timed out during startup"."""
 
 
 def is_stopping() -> bool:
@@ -28,10 +28,10 @@ def is_stopping() -> bool:
 
 
 @contextmanager
-def patient_with_ray(limit_s: float, say: Callable[[str], None]) -> Iterator[None]:
-    """Has ray.init wait longer for its node than Ray does by itself.
+def wait_longer_for_node(limit_s: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Makes ray.init wait up to limit_s for its node, longer than Ray does by itself.
 
-    say: told once when it takes longer than that.
+    say: called once with a message when it takes longer than Ray's own limit.
     """
     ask = services.get_node
 
@@ -44,9 +44,10 @@ def patient_with_ray(limit_s: float, say: Callable[[str], None]) -> Iterator[Non
                 waited_s = time.monotonic() - began
                 if waited_s > limit_s:
                     raise
-                if waited_s > RAYS_PATIENCE_S and not said:
+                if waited_s > RAY_NODE_TIMEOUT_S and not said:
                     said = True
-                    say(f"Ray's node takes longer than {RAYS_PATIENCE_S:g} s to come up; waiting {limit_s:g} s for it")
+                    late = f"Ray's node takes longer than {RAY_NODE_TIMEOUT_S:g} s to come up"
+                    say(f"{late}; waiting {limit_s:g} s for it")
                 time.sleep(0.1)
 
     services.get_node = ask_patiently

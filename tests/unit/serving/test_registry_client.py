@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from outrider.actors.serving import registration
-from outrider.actors.serving.registration import Registration
+from outrider.actors.serving import registry_client
+from outrider.actors.serving.registry_client import RegistryClient
 from outrider.cluster.drafter_registry import Member
 
 SOON_S = 60.0
@@ -49,9 +49,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         if answer.error is not None:
             raise answer.error
 
-    monkeypatch.setattr(registration, "get_or_create_registry", search)
-    monkeypatch.setattr(registration.ray, "get", get)
-    monkeypatch.setattr(registration, "RETRY_S", 0.001)
+    monkeypatch.setattr(registry_client, "get_or_create_registry", search)
+    monkeypatch.setattr(registry_client.ray, "get", get)
+    monkeypatch.setattr(registry_client, "RETRY_S", 0.001)
     return registries
 
 
@@ -66,16 +66,16 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 )
 def test_another_registry_is_told_where_one_does_not_answer(found: list[Any], trouble: Any) -> None:
     found += [trouble, trouble, new := Registry()]
-    registered = Registration("app", Member("r-1", "D1"))
+    registered = RegistryClient("app", Member("r-1", "D1"))
     assert new.next() == Member("r-1", "D1")
     registered.leave(SOON_S)
     assert new.next() == "r-1"
 
 
 def test_a_registry_that_dies_later_is_replaced(found: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registration, "HEARTBEAT_S", 0.001)
+    monkeypatch.setattr(registry_client, "HEARTBEAT_S", 0.001)
     found += [first := Registry(), second := Registry()]
-    registered = Registration("app", Member("r-1"))
+    registered = RegistryClient("app", Member("r-1"))
     first.next()
     first.error = ray.exceptions.RayActorError()
     assert second.next() == Member("r-1")
@@ -84,7 +84,7 @@ def test_a_registry_that_dies_later_is_replaced(found: list[Any], monkeypatch: p
 
 def test_what_changes_is_told_at_once(found: list[Any]) -> None:
     found.append(registry := Registry())
-    registered = Registration("app", Member("p-1", pooled=True))
+    registered = RegistryClient("app", Member("p-1", pooled=True))
     registry.next()
     registered.update(drafter="D1")
     assert registry.next() == Member("p-1", "D1", pooled=True)
@@ -94,7 +94,7 @@ def test_what_changes_is_told_at_once(found: list[Any]) -> None:
 
 async def test_draining_without_a_registry_is_tried_again_by_who_asks(found: list[Any]) -> None:
     found.append(ValueError("none"))
-    registered = Registration("app", Member("p-1"))
+    registered = RegistryClient("app", Member("p-1"))
     with pytest.raises(TimeoutError):
         await registered.drain()
     registered.leave(SOON_S)

@@ -1,4 +1,4 @@
-"""A replica's heartbeat to the registry, and another registry where one is lost."""
+"""Sends a replica's heartbeats to the registry, and creates another registry when it is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from outrider.actors.serving.answers import answer_within
+from outrider.actors.serving.actor_calls import result_within
 from outrider.cluster.drafter_registry import Member
 from outrider.cluster.registry import HEARTBEAT_S, get_or_create_registry
 
@@ -21,13 +21,13 @@ RETRY_S = 1.0
 ENDS_WITHIN_S = 2 * CONTROL_TIMEOUT_S
 
 LOST = (ray.exceptions.RayError, TimeoutError, ValueError)
-"""What Ray raises of a registry that is dead, hangs, or gives its name up just then."""
+"""Errors of Ray for a registry that is dead, hangs, or is just giving its name up."""
 
 
-class Registration:
-    """Tells the registry of a replica from a thread of its own: from now on, also while models load.
+class RegistryClient:
+    """Registers a replica and sends heartbeats from a thread of its own, which also runs while models load.
 
-    A replica serves without a registry, and goes on looking for one.
+    A replica serves without a registry while this looks for one.
     """
 
     def __init__(self, app_name: str, member: Member) -> None:
@@ -42,12 +42,12 @@ class Registration:
         return self._member
 
     def update(self, **changes: Any) -> None:
-        """Changes fields of the member, and has the registry told at once."""
+        """Changes fields of the member and sends it to the registry at once."""
         self._member = replace(self._member, **changes)
         self._due.set()
 
     def leave(self, wait_s: float = 0.0) -> None:
-        """Has the replica forgotten; waits so long for that. Raises nothing."""
+        """Removes the replica from the registry, and waits up to wait_s for that. Raises nothing."""
         self._over = True
         self._due.set()
         self._thread.join(wait_s)
@@ -56,7 +56,7 @@ class Registration:
         """See DrafterRegistry.drain. Raises RayError or TimeoutError."""
         if self._registry is None:
             raise TimeoutError("there is no registry")
-        users: list[str] = await answer_within(self._registry.drain.remote(self._member.replica), CONTROL_TIMEOUT_S)
+        users: list[str] = await result_within(self._registry.drain.remote(self._member.replica), CONTROL_TIMEOUT_S)
         return users
 
     def _run(self) -> None:
@@ -68,7 +68,7 @@ class Registration:
                 ray.get(self._registry.leave.remote(self._member.replica), timeout=CONTROL_TIMEOUT_S)
 
     def _beat(self) -> bool:
-        """Tells the registry, a new one where it is lost. Returns whether one has heard it."""
+        """Sends a heartbeat, to a new registry where the last one is lost. Returns whether it arrived."""
         try:
             registry = self._registry or get_or_create_registry(self._app_name)
             ray.get(registry.renew.remote(self._member), timeout=CONTROL_TIMEOUT_S)

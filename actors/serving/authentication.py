@@ -1,7 +1,7 @@
-"""Whose request it is, and whether it may come in.
+"""Authenticates callers and numbers them.
 
-The gateway checks keys and tells who asks by one header. Where there is no gateway, the ingress goes by the source
-address. One key for everybody, ``serving.api_key``, is checked here, with the gateway or without.
+The gateway checks keys and names the caller in a header. Without a gateway the source address identifies the caller.
+The shared key ``serving.api_key`` is checked here, with the gateway or without.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ _NO_KEY = "invalid API key; send it as 'Authorization: Bearer KEY'"
 
 
 @dataclass(frozen=True)
-class Owners:
-    """Checks who asks.
+class Authenticator:
+    """Checks the key and the gateway's token of a request, and identifies its caller.
 
-    api_key: the key that every caller must send; None: none. token: what the gateway sends; None: there is no gateway.
+    api_key: the key that every caller must send; None: none. token: sent by the gateway; None: there is no gateway.
     """
 
     api_key: str | None = None
     token: str | None = None
 
     def owner_of(self, header: Callable[[str], str | None], address: str) -> int:
-        """Returns the caller's number, from 1. header: looks one up, by its name in lower case. address: of the peer.
+        """Returns the caller's number, at least 1.
+
+        header: looks a header up by its name in lower case. address: of the peer.
 
         Raises Refused without the gateway's token, and without the key.
         """
@@ -54,7 +56,7 @@ class Owners:
         return (int.from_bytes(digest[:8], "big") >> 1) or 1
 
 
-def salted(tenant: int, asked: str | None) -> str:
+def tenant_salt(tenant: int, asked: str | None) -> str:
     """Returns the salt under which a tenant's prompts share cached blocks. asked: the client's own salt."""
     return hashlib.sha256(f"{tenant}\0{asked or ''}".encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -1,0 +1,1 @@
+"""Generate random requests for the gRPC service."""
