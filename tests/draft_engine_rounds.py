@@ -35,28 +35,27 @@ class Side:
         self.work_off()
 
     def commit(self, commit):
-        answers = self.proposer.commit(self.sequence, commit) or self.work_until_answered()
-        return [answer.proposals for answer in answers]
+        self.proposer.outbox.drain()
+        self.proposer.commit(self.sequence, commit)
+        while not (answers := self.answers()):
+            work = self.proposer.plan()
+            work.execute()
+            self.proposer.complete(work)
+        return answers
 
-    def work_until_answered(self):
-        while True:
-            work, answers = self.proposer.plan()
-            if work is not None:
-                work.execute()
-                answers = answers + self.proposer.complete(work)
-            if answers or work is None:
-                return answers
+    def answers(self):
+        return [said for _, said in self.proposer.outbox.drain() if isinstance(said, Proposals)]
 
     def work_off(self):
-        while (work := self.proposer.plan()[0]) is not None:
+        while (work := self.proposer.plan()) is not None:
             work.execute()
             self.proposer.complete(work)
 
 
 def outcome(rng, sequence, drafts):
     """What the verifier commits, and how it comes about."""
-    kind = rng.choice(["main line", "main line", "side branch", "side branch", "other", "stale"])
-    if kind == "main line" and sequence.num_drafted > len(drafts):
+    kind = rng.choice(["main chain", "main chain", "side branch", "side branch", "other", "stale"])
+    if kind == "main chain" and sequence.num_drafted > len(drafts):
         return kind, sequence.main.ids(sequence.committed_len, sequence.committed_len + len(drafts) + 1)
     if kind == "side branch" and sequence.sides:
         position, token = rng.choice(sorted(sequence.sides))
@@ -164,7 +163,7 @@ if __name__ == "__main__":
     from outrider.actors.drafter.draft_model import DraftModelProposer
     from outrider.actors.drafter.planner import LookaheadLimits
     from outrider.actors.drafter.vocabulary import DraftVocabulary
-    from outrider.cluster.link.messages import Commit, DraftSampling, Open
+    from outrider.cluster.link.messages import Commit, DraftSampling, Open, Proposals
     from outrider.cluster.modes import Mode
 
     SAMPLINGS = {

@@ -1,7 +1,7 @@
-"""The drafter actor: one process that drafts for every target linked to it.
+"""Runs the drafter actor: one process that drafts for every target linked to it.
 
-The model work happens on one loop thread (``actors/drafter/loop.py``). Ray calls are control only and run in their
-own concurrency group, so they are answered while the loop computes.
+The model's work happens on one loop thread (``actors/drafter/loop.py``). Ray calls are control only and run in a
+concurrency group of their own, so they are answered while the loop computes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.actors.drafter.hang_watch import end_when_hung
 from outrider.actors.drafter.load import load_proposer, warm_up
 from outrider.actors.drafter.loop import DraftLoop, LinkSink
 from outrider.actors.drafter.suffix import MAX_CACHED_TOKENS, AnswerPart, SuffixProposer
-from outrider.actors.drafter.suffix_pool import PoolMember, RayPool
+from outrider.actors.drafter.suffix_pool import PoolMember, suffix_pool
 from outrider.actors.learning.training_samples import SampleCollector
 from outrider.actors.observability.logs import configure as configure_logging
 from outrider.cluster.config import DraftModelConfig, RemoteConfig, SpeculationConfig, SuffixConfig
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _RESTART_PAUSE_S = 5.0
 
 ASK_AGAIN_S = 10.0
-"""Whether a drafter has loaded."""
+"""Time between two questions whether a drafter has loaded."""
 
 ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the drafter's own process
@@ -96,7 +96,7 @@ class Drafter:
             os._exit(1)
         self._app_name = app_name
         self._vocabulary: Marks = ()
-        """Digests that tell what the ids mean; () where ids have been compared with the target's already."""
+        """Digests of the tokenizer's blocks; () where its ids have been compared with the target's already."""
 
         if isinstance(config, DraftModelConfig) and num_common_tokens is None:
             self._vocabulary = marks_of(config.model)
@@ -115,16 +115,19 @@ class Drafter:
 
     @ray.method(concurrency_group="control")
     def ready(self) -> str:
-        """Answers once the model is loaded. Returns this node's address."""
+        """Returns this node's address, once the model is loaded."""
         return ray.util.get_node_ip_address()
 
     @ray.method(concurrency_group="control")
     def accept_link(self, invitation: LinkInvitation, timeout_s: float) -> None:
-        """Join a verifier's link. Raises LinkError when it is not there any more or is none of this application's,
-        ValueError for a target with another tokenizer, or with fewer tokens than the output head is cut to, and what
-        application_secret raises.
+        """Joins a verifier's link.
 
         Vocabularies of one tokenizer may be padded to different sizes: no more is drawn than both have.
+
+        Raises:
+            LinkError: the verifier is gone, or belongs to another application.
+            ValueError: the target has another tokenizer, or fewer tokens than the output head is cut to.
+            Exception: what application_secret raises.
         """
         check_marks(invitation.vocabulary, self._vocabulary)
         try:
@@ -167,7 +170,7 @@ class Drafter:
 
     @ray.method(concurrency_group="control")
     def go_back(self, version: int) -> tuple[int | None, str]:
-        """See DrafterTrainer.go_back. Raises RayError and GetTimeoutError where the trainer does not answer."""
+        """Calls DrafterTrainer.go_back. Raises RayError and GetTimeoutError where the trainer does not answer."""
         return (None, "this drafter does not learn") if self._learning is None else self._learning.go_back(version)
 
     def _by_target(self, of_links: Mapping[int, float]) -> dict[str, float]:
@@ -194,7 +197,7 @@ class Drafter:
         return learning
 
     def _join_pool(self, config: RemoteConfig) -> PoolMember | None:
-        """Learn from the suffix drafters of the application's other replicas, and teach them."""
+        """Starts sharing answers with the suffix drafters of the application's other replicas."""
         proposer = self._proposer
         if isinstance(config, DraftModelConfig) and "suffix" in config.beside:
             from outrider.actors.drafter.lookup_drafters import LookupDrafters
@@ -209,7 +212,7 @@ class Drafter:
             proposer.learn(parts)
             self._loop.wake()
 
-        pool = RayPool(self._app_name, MAX_CACHED_TOKENS)
+        pool = suffix_pool(self._app_name, MAX_CACHED_TOKENS)
         member = PoolMember(proposer.name, pool, proposer.take_parts, learn)
         member.start()
         return member
@@ -235,14 +238,16 @@ def _lesson_book(config: RemoteConfig) -> SampleCollector | None:
 
 
 async def find_actor(name: str) -> Any:
-    """In a thread, for it asks Ray's GCS. Raises ValueError when there is none."""
+    """Returns an actor's handle, in a thread since that asks Ray's GCS. Raises ValueError when there is none."""
     return await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
 
 
 async def has_loaded(drafter: Any) -> None:
-    """Returns when it has. Raises RayError where it does not load. One whose process dies meanwhile, as for want of
-    memory, is started anew by Ray without end, and what it was asked before waits for as long: only who asks again is
-    told."""
+    """Returns when the drafter has loaded. Raises RayError where it does not load.
+
+    Ray restarts a drafter whose process dies meanwhile, for want of memory, say, without end, and the calls before wait
+    as long. Only a new call fails, so it asks again.
+    """
     answer = asyncio.ensure_future(drafter.ready.remote())
     while not (await asyncio.wait({answer}, timeout=ASK_AGAIN_S))[0]:
         drafter.ready.remote()
@@ -253,18 +258,20 @@ async def has_loaded(drafter: Any) -> None:
 
 
 class DrafterStatus:
-    """Drafters' status, for all of one event loop who ask. One call to each is out at a time, until it is lost: those
-    that were given up would pile up at a stopped drafter, which answers every one of them when it goes on."""
+    """Asks drafters for their status, one call to each at a time for all callers of one event loop.
+
+    Calls that were given up would pile up at a stopped drafter, which answers all of them when it goes on.
+    """
 
     def __init__(
         self, find: Callable[[str], Awaitable[Any]] = find_actor, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """find: Ray's handle of an actor, by its name."""
+        """find: returns Ray's handle of an actor, by its name."""
         self._find, self._clock = find, clock
         self._asking: dict[str, tuple[asyncio.Future[dict[str, Any]], float]] = {}
 
     async def ask(self, name: str, within_s: float) -> dict[str, Any]:
-        """See Drafter.status; the answer to the call that is out, if one is.
+        """Returns Drafter.status, from the call that is out if there is one.
 
         Raises TimeoutError and RayError; ValueError when there is no actor of that name.
         """
@@ -285,11 +292,11 @@ class DrafterStatus:
         if self._asking.get(name, (None,))[0] is asking:
             del self._asking[name]
         if not asking.cancelled():
-            asking.exception()  # whoever asked may have given up: then nobody else takes it
+            asking.exception()  # all callers may have given up: then nobody else retrieves it
 
 
 def drafter_name(replica: str) -> str:
-    """Of the drafter actor that a replica owns."""
+    """Returns the name of the drafter actor that a replica owns."""
     return f"Drafter:{replica}"
 
 
@@ -306,10 +313,12 @@ def launch_drafter(
     cores: list[list[int]] | None,
     environment: dict[str, str] | None = None,
 ) -> Any:
-    """Start a replica's drafter actor on its bundles and return the handle at once, while the model loads.
+    """Starts a replica's drafter actor on its bundles and returns the handle at once, while the model loads.
 
-    num_common_tokens: only ids below it are drafted. cores: one set a rank; CPU only. environment: more variables of
-    the actor's, see observability.environment.
+    Args:
+        num_common_tokens: only ids below it are drafted.
+        cores: one set a rank; CPU only.
+        environment: more variables of the actor, see observability.environment.
     """
     indices = placement.drafter_bundle_indices
     dtypes = [config.dtype] if isinstance(config, DraftModelConfig) else []

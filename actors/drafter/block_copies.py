@@ -1,6 +1,6 @@
-"""Whole KV blocks copied in every layer by one kernel. For GPUs, where copying layer by layer is two launches each.
+"""Copies whole KV blocks in every layer with one kernel. On GPUs copying layer by layer is two launches each.
 
-Where the blocks lie does not change while an engine lives, so the device is told once. Knows tensors, not vLLM.
+The addresses of blocks do not change while an engine lives, so they are sent to the device once. Independent of vLLM.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from torch import Tensor
 from outrider.actors.verification.transfer import to_device
 
 WORD = 8
-"""Bytes that are moved as one number."""
+"""Bytes that are copied as one number."""
 
 CHUNK = 1024
-"""Words of a program."""
+"""Words that one program copies."""
 
 
 def block_regions(kv_caches: Iterable[Any], num_blocks: int) -> NDArray[np.int64] | None:
-    """Memory in which blocks lie at equal distances, each piece once: int64 [regions, 3], the address of block 0, bytes
-    from one block to the next, bytes to copy of each. Layers that share a KV cache, or a storage that holds nothing but
-    blocks, are one region.
+    """Returns the memory in which blocks lie at equal distances, each piece once.
+
+    int64 [regions, 3]: the address of block 0, bytes from one block to the next, bytes to copy of each. Layers that
+    share a KV cache, or a storage that holds nothing but blocks, are one region.
 
     kv_caches: of each layer, [num_blocks times a whole number, ...]: a block may be several of attention's. None where
     `BlockCopies` cannot copy: a layer's is no tensor, or bytes of others lie between those of a block, or their number
@@ -58,7 +59,7 @@ def block_regions(kv_caches: Iterable[Any], num_blocks: int) -> NDArray[np.int64
 
 @triton.jit
 def copy_chunk(copies, regions, CHUNK: tl.constexpr, WORD: tl.constexpr):
-    """A program for each copy, region and chunk of a block."""
+    """Copies one chunk of a block: there is a program for each copy, region and chunk."""
     source, target = tl.load(copies + 2 * tl.program_id(0)), tl.load(copies + 2 * tl.program_id(0) + 1)
     region = regions + 3 * tl.program_id(1)
     first, step, size = tl.load(region), tl.load(region + 1), tl.load(region + 2)
@@ -70,21 +71,21 @@ def copy_chunk(copies, regions, CHUNK: tl.constexpr, WORD: tl.constexpr):
 
 
 class BlockCopies:
-    """Of KV caches that stay where they are."""
+    """Copies blocks of KV caches whose addresses do not change."""
 
     def __init__(self, regions: NDArray[np.int64], device: torch.device) -> None:
-        """regions: of `block_regions`."""
+        """regions: from `block_regions`."""
         self._device = device
         (self._regions,) = to_device([regions], device)
         self._grid = len(regions), triton.cdiv(int(regions[:, 2].max()), CHUNK * WORD)
 
     def __call__(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, (from, to) ids, in one launch. No block may be in both places: copies are in no order."""
+        """Copies blocks, (from, to) ids, in one launch. No block may be in both places: copies are in no order."""
         (there,) = to_device([np.array(copies, np.int64)], self._device)
         copy_chunk[(len(copies), *self._grid)](there, self._regions, CHUNK=CHUNK, WORD=WORD)
 
 
 def block_copies(kv_caches: Iterable[Any], num_blocks: int, device: torch.device) -> BlockCopies | None:
-    """None where they cannot be copied so, see `block_regions`."""
+    """Returns None where one kernel cannot copy them, see `block_regions`."""
     regions = block_regions(kv_caches, num_blocks)
     return None if regions is None else BlockCopies(regions, device)

@@ -1,5 +1,4 @@
-"""Drawing drafts: the token after each row of a step, as its request asks, and what it was drawn from. Knows of no
-engine.
+"""Draws the token after each row of a step, as its request asks. Independent of any engine.
 
 A row's draw depends on its own logits, sampling, seed and positions, never on the rows beside it.
 """
@@ -24,14 +23,14 @@ from outrider.cluster.link.messages import DraftSampling
 from outrider.cluster.modes import Mode
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
-"""Beyond, float32 overflows, and the choice is greedy or uniform as it is."""
+"""Beyond these, float32 overflows, and the choice is greedy or uniform anyway."""
 
 
 class _Kind(NamedTuple):
-    """Rows of one kind are drawn together."""
+    """Names what rows have in common that are drawn together."""
 
     mode: Mode
-    """GREEDY, COUPLED or REJECTION: block verification takes the same draws."""
+    """GREEDY, COUPLED or REJECTION: block verification takes the same draws as rejection."""
 
     top_n: int
     biased: bool
@@ -45,12 +44,11 @@ class _Kind(NamedTuple):
 
 
 def draw(logits: Tensor, draws: Sequence[Draw], subset: TokenSubset | None = None) -> list[Drawn]:
-    """One token for each row of logits, in order.
+    """Draws one token for each row of logits, in order. Waits for the device once.
 
     logits: [R, V] of any float type, not changed; of R draws, whose biases may name ids from V on. All are given as
     many alternatives as the one that asks for most. subset: the tokens that the columns stand for, if not all; work is
     saved where it is the same object in every step. Raises ValueError when it is of another size than the logits.
-    The device is waited for once, when all kinds are drawn.
     """
     if subset is not None and len(subset.ids) != logits.shape[1]:
         raise ValueError(f"vocab_ids: {len(subset.ids)} tokens for {logits.shape[1]} columns of logits")
@@ -76,7 +74,7 @@ def draw(logits: Tensor, draws: Sequence[Draw], subset: TokenSubset | None = Non
 def _sample(
     kind: _Kind, logits: Tensor, draws: Sequence[Draw], subset: TokenSubset | None, alternatives: int
 ) -> tuple[DraftSample, Tensor | None]:
-    """Draws of one kind, and which rows, bool [M], have no token that they may draw; None without any such risk.
+    """Draws rows of one kind. Returns also which rows, bool [M], have no token that they may draw; None where all have.
     logits: float32 [M, V]."""
     samplings, exhausted = [one.sampling for one in draws], None
     if kind.biased:
@@ -97,7 +95,7 @@ def _sample(
 def _limits(
     samplings: Sequence[DraftSampling], vocab_size: int
 ) -> tuple[list[NDArray[Any]], tuple[int, bool, bool, bool]]:
-    """`Constraints`: what it has of each row, and what the host knows of all."""
+    """Returns what `Constraints` has of each row, and what the host knows of all."""
     temperature = [min(max(s.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE) for s in samplings]
     top_k = np.array([s.top_k if s.top_k < vocab_size else 0 for s in samplings])
     top_p, min_p = (np.array([getattr(s, name) for s in samplings], np.float32) for name in ("top_p", "min_p"))
@@ -138,7 +136,7 @@ def _biased(
 
 
 def _read(samples: Sequence[tuple[DraftSample, Tensor | None]]) -> list[tuple[DraftSample, Tensor | None]]:
-    """The same in the host's memory, all read at once."""
+    """Copies samples into the host's memory with one read."""
     kept = [{**vars(sample), "exhausted": exhausted} for sample, exhausted in samples]
     read = iter(in_one_read([tensor for parts in kept for tensor in parts.values() if tensor is not None]))
     found = [{name: None if tensor is None else next(read) for name, tensor in parts.items()} for parts in kept]
@@ -146,7 +144,7 @@ def _read(samples: Sequence[tuple[DraftSample, Tensor | None]]) -> list[tuple[Dr
 
 
 def _rows(sample: DraftSample, exhausted: Tensor | None) -> list[Drawn]:
-    """Of a sample in the host's memory."""
+    """Returns the rows of a sample in the host's memory."""
     assert sample.usable is not None
     tokens, usable = sample.ids.tolist(), sample.usable.tolist()
     none_left = [False] * len(tokens) if exhausted is None else exhausted.tolist()

@@ -1,7 +1,7 @@
-"""What the drafter asks of its draft model's engine: one step over many rows, and KV blocks for them. Pure.
+"""Defines what drafting needs of a draft model's engine: one step over many rows, and KV blocks for them. Pure.
 
-`Engine` is what drafting needs of an engine; `vllm_adapter/draft_engine.py` implements it on vLLM. A `StepPlan`
-travels to every rank of it, and what was `Drawn` comes back from the first: plain data both.
+`vllm_adapter/draft_engine.py` implements `Engine` on vLLM. A `StepPlan` travels to each of its ranks, and what was
+`Drawn` comes back from the first one: plain data both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.cluster.link.messages import DraftSampling
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How the token after a row is drawn: at `position`, as a draft of the round that starts at `round_start`.
+    """Says how the token after a row is drawn: at `position`, as a draft of the round that starts at `round_start`.
 
     alternatives: how many other likely tokens to name.
     """
@@ -49,10 +49,10 @@ class Drawn:
 
 @dataclass(slots=True)
 class StepRow:
-    """Tokens to feed, the first of them at position `start`.
+    """One row of a step: tokens to feed, the first of them at position `start`.
 
     block_ids: the KV blocks of the row's sequence from its beginning, one list per KV cache group, enough for what is
-        fed. Nobody changes a list: who gets another block gets another list.
+        fed. A list is never changed: a sequence that gets another block gets another list.
     draw: what is drawn after token_ids; None for a prefill chunk.
     adapter: number of the draft model's LoRA adapter; 0: none.
     """
@@ -66,9 +66,13 @@ class StepRow:
 
 @dataclass(slots=True)
 class StepPlan:
-    """restores, copies: (from, to) KV blocks to copy before anything is fed, first the ones, then the others.
-    vocabulary_changes: (slot, token id) of the cut output head, see DraftVocabulary. num_drawable: ids from there on
-    are not drawn, for the target has no such token; None: every id is. A cut head has none of them."""
+    """A step: its rows and what to do before them.
+
+    restores, copies: (from, to) KV blocks to copy before anything is fed, first the ones, then the others.
+    vocabulary_changes: (slot, token id) of the cut output head, see DraftVocabulary.
+    num_drawable: ids from there on are not drawn, since a target has no such token; None: all are. A cut head has none
+        of them.
+    """
 
     rows: list[StepRow] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
@@ -78,49 +82,53 @@ class StepPlan:
 
 
 class Engine(Protocol):
+    """Runs steps of a draft model and owns its KV blocks."""
+
     max_model_len: int
     max_num_batched_tokens: int
     block_sizes: tuple[int, ...]
-    """Tokens in a KV block, of each KV cache group."""
+    """Tokens in a KV block, for each KV cache group."""
 
     def hashed(self, request_id: str, token_ids: list[int], sampling: DraftSampling) -> Any:
-        """Most of what `start` does for a long prompt. Touches nothing: it may run beside any other call. Blocks are
-        cached for the sampling's tenant and adapter."""
+        """Does most of what `start` does for a long prompt. It changes nothing, so it may run beside any other call.
+        Blocks are cached for the sampling's tenant and adapter."""
 
     def start(self, request_id: str, token_ids: list[int], hashed: Any) -> int:
-        """Register a sequence. Returns how many leading tokens the prefix cache has. hashed: of the same arguments."""
+        """Registers a sequence. Returns how many leading tokens the prefix cache has. hashed: of the same arguments."""
 
     def append(self, request_id: str, token_ids: list[int]) -> None: ...
 
     def allocate(self, request_id: str, num_computed: int, num_new: int, num_lookahead: int) -> bool:
-        """KV blocks for num_new committed tokens and num_lookahead drafts after num_computed valid ones. False: out of
-        KV, nothing changed."""
+        """Allocates KV blocks for num_new committed tokens and num_lookahead drafts after num_computed valid ones.
+        Returns False when out of KV; then nothing has changed."""
 
     def give_back(self, request_id: str) -> None:
-        """All blocks of a sequence. Nothing of it is computed any more."""
+        """Frees all blocks of a sequence. Nothing of it is computed any more."""
 
     def missing(self, request_id: str) -> int:
-        """KV blocks that a sequence lacks for all of its text."""
+        """Returns how many KV blocks a sequence lacks for all of its text."""
 
     @property
     def num_free_blocks(self) -> int: ...
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """All blocks of a sequence, one list per KV cache group."""
+        """Returns all blocks of a sequence, one list per KV cache group."""
 
     def take_blocks(self, count: int) -> list[int] | None:
-        """Blocks that belong to no sequence; None: out of KV."""
+        """Takes blocks that belong to no sequence; None: out of KV."""
 
     def free_blocks(self, block_ids: list[int]) -> None: ...
 
     def finish(self, request_id: str) -> None: ...
 
     def load_weights(self, tensors: Mapping[str, Any]) -> None:
-        """Other tensors of the model's, by the checkpoint's names: from the next step on, and in the KV of texts that
-        are started from now on. Neither embeddings nor output head are among them."""
+        """Loads other tensors of the model, by the checkpoint's names, for all steps from now on.
+
+        Neither embeddings nor output head are among them.
+        """
 
     def run(self, plan: StepPlan) -> list[Drawn | None]:
-        """Execute a step on every rank. Returns, for every row, what was drawn; None for one without a draw."""
+        """Executes a step on every rank. Returns for every row what was drawn; None for one without a draw."""
 
     @property
     def kv_cache_usage(self) -> float: ...

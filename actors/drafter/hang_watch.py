@@ -1,4 +1,4 @@
-"""Tells a drafter that stands still from one that is slow, and from one that was stopped."""
+"""Detects a drafter that hangs, as opposed to one that is slow or was stopped."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ logger = logging.getLogger(__name__)
 WATCH_EVERY_S = 0.25
 LEAST_PATIENCE_S = 5.0
 _DEADLINES = 2
-"""By then the verifier has given the link up, if it could tell."""
+"""Link deadlines that anything may take. The verifier has given up the link by then."""
 
 _LONGEST_BEFORE = 4
 _FADE = 0.999
-"""Of the longest time so far, a tick: half of it counts after some three minutes."""
+"""Share of the longest time that is kept with each tick: half of it after some three minutes."""
 
 STEP = "step"
-"""What the loop's own thread does, in DraftLoop.at_work; everything else there is a link's messages."""
-
+"""Key of the loop's own work in DraftLoop.at_work; all other keys are links, for their messages."""
 
 SWAP = "swap"
-"""In its place: another version of the model's weights is loaded. Links are answered meanwhile."""
+"""Key in its place while another version of the model's weights is loaded. Links are answered meanwhile."""
 
 SWAP_PATIENCE_S = 120.0
 _DOING: Mapping[int | str, str] = {
@@ -34,9 +33,9 @@ _DOING: Mapping[int | str, str] = {
 
 
 class HangWatch:
-    """Reads no clock but counts its own ticks: one that came late, because the process was stopped or got no core,
-    counts as one, for in the meantime nobody could get on. Pure.
+    """Detects work that takes too long, by counting its own ticks. Pure.
 
+    A tick that comes late, because the process was stopped or got no core, counts once: nothing could run meanwhile.
     Whatever is under way may take `_DEADLINES` link deadlines, least_patience_s, or `_LONGEST_BEFORE` times what took
     longest lately, whichever is most. A swap may take SWAP_PATIENCE_S, and says nothing about how long a step may.
     """
@@ -44,12 +43,12 @@ class HangWatch:
     def __init__(self, tick_s: float = WATCH_EVERY_S, least_patience_s: float = LEAST_PATIENCE_S) -> None:
         self._tick_s, self._least_patience_s = tick_s, least_patience_s
         self._standing: dict[int | str, tuple[int, int]] = {}
-        """What was under way at the last tick: its number, and for how many ticks it has been."""
+        """By key the number of the work at the last tick, and for how many ticks it has been under way."""
 
         self._longest = 0.0
 
     def tick(self, at_work: Mapping[int | str, int], link_deadline_s: float) -> str | None:
-        """What has stood still for too long, or None. at_work: see DraftLoop.at_work."""
+        """Returns what has hung for too long, or None. at_work: see DraftLoop.at_work."""
         before, self._standing = self._standing, {}
         self._longest *= _FADE
         for key, (number, ticks) in before.items():
@@ -73,8 +72,8 @@ def end_when_hung(
     tick_s: float = WATCH_EVERY_S,
     least_patience_s: float = LEAST_PATIENCE_S,
 ) -> NoReturn:
-    """Watch for ever; end this process when it stands still. Its links beat their hearts and its receive threads still
-    answer, so from outside it may look well."""
+    """Watches for ever and ends this process when it hangs. Its links' heartbeats and receive threads go on, so from
+    outside it may look well."""
     watch = HangWatch(tick_s, least_patience_s)
     while True:
         time.sleep(tick_s)

@@ -1,4 +1,4 @@
-"""Loading the proposer that a drafter's configuration asks for, and warming it up."""
+"""Loads the proposer that a drafter's configuration asks for, and warms it up."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 
 _CUT_VOCAB_SIZE = 32768
 _LEAST_CUT = 2048
-"""Where a drafter was trained on fewer tokens: above the most that may be sent of q."""
-
+"""The size of a cut where a drafter was trained on fewer tokens. More may not be sent of q."""
 
 _SIDE_BRANCHES = DraftSampling(Mode.COUPLED, temperature=1e6, top_k=3)
-"""Three tokens are equally likely, whatever the model: so side branches are begun, whose first block is a copy."""
+"""Makes three tokens equally likely, whatever the model, so that side branches begin, whose first block is a copy."""
 
 
 def load_proposer(
@@ -46,8 +45,12 @@ def load_proposer(
     placement_group: Any,
     num_common_tokens: int | None = None,
 ) -> Proposer[Any]:
-    """The proposer, its model loaded. num_common_tokens: ids from there on mean other tokens to the target, or none; a
-    draft model proposes none of them."""
+    """Returns the proposer, its model loaded.
+
+    Args:
+        num_common_tokens: ids from there on mean other tokens to the target, or none. A draft model proposes none of
+            them.
+    """
     if isinstance(config, SuffixConfig):
         return _suffix_proposer(config)
     if isinstance(config, NgramConfig):
@@ -80,7 +83,7 @@ def load_proposer(
 
 
 def _look_up(method: str) -> Proposer[Any]:
-    """With the settings that it has by default as a drafter of its own."""
+    """Returns a look-up with the settings that it has by default as a drafter of its own."""
     if method == "suffix":
         return _suffix_proposer(SuffixConfig(method="suffix"))
     return _ngram_proposer(NgramConfig(method="ngram"))
@@ -103,8 +106,11 @@ def _suffix_proposer(config: SuffixConfig) -> SuffixProposer:
 def cut_head(
     config: DraftModelConfig, engine: DraftEngine, num_common_tokens: int | None = None
 ) -> DraftVocabulary | None:
-    """What the output head is cut to, which it is then; None: it stays whole. Raises ConfigError for more than there is
-    to cut to."""
+    """Cuts the engine's output head and returns what it is cut to; None: it stays whole.
+
+    Raises:
+        ConfigError: the configuration asks for more tokens than there are.
+    """
     size = config.draft_vocab_size
     if size == 0 or (size is None and config.tensor_parallel_size > 1):
         return None
@@ -117,8 +123,14 @@ def cut_head(
 def vocabulary_to_cut_to(
     size: int | None, model: str, vocab_size: int, end_token_ids: Iterable[int], num_common_tokens: int | None
 ) -> DraftVocabulary | None:
-    """Of a draft model of so many tokens, on one rank; None: none. size: as drafter.draft_vocab_size. Raises
-    ConfigError for more than there is to cut to."""
+    """Returns the vocabulary that a draft model on one rank is cut to; None: it is not cut.
+
+    Args:
+        size: as drafter.draft_vocab_size.
+
+    Raises:
+        ConfigError: the configuration asks for more tokens than there are.
+    """
     if size == 0:
         return None
     most = min(vocab_size, num_common_tokens or vocab_size)
@@ -138,7 +150,7 @@ def vocabulary_to_cut_to(
 
 
 def warm_up(proposer: Proposer[Any], draft_top_n: int) -> None:
-    """Prefills and drafts in every way, side branches included, so that no live step sets up anything lazily. Belongs
+    """Prefills and drafts in every way, side branches included, so that no live step sets up anything lazily. Call it
     on the thread that runs the steps."""
     from outrider.actors.drafter.draft_model import DraftModelProposer
     from outrider.actors.drafter.lookup_drafters import LookupDrafters
@@ -164,7 +176,6 @@ def _draft_in_every_way(proposer: Proposer[Any], draft_top_n: int) -> None:
         proposer.open(sequence)
         _work_off(proposer)
         proposer.commit(sequence, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))
-        proposer.delivered()
         _work_off(proposer)
         proposer.close(sequence)
     _work_off(proposer)
@@ -172,6 +183,7 @@ def _draft_in_every_way(proposer: Proposer[Any], draft_top_n: int) -> None:
 
 
 def _work_off(proposer: Proposer[Any]) -> None:
-    while (work := proposer.plan()[0]) is not None:
+    while (work := proposer.plan()) is not None:
         work.execute()
         proposer.complete(work)
+    proposer.outbox.drain()  # nobody asked

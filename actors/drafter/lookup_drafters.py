@@ -1,11 +1,12 @@
-"""Look-ups beside a draft model: each round's drafts are those of the drafter that earns most at that moment. Pure.
+"""Combines a draft model with look-ups: each round is drafted by whichever is expected to bring most tokens a second.
+Pure.
 
 A look-up's drafts cost no step. Where a text repeats itself, or what others were answered, they are better than the
-model's; elsewhere they are nearly all wrong. So all of them follow every text, and `DrafterSelector` compares them by
+model's; elsewhere they are nearly all wrong. So all of them follow every text, and `DrafterSelector` compares
 (1 + expected accepted drafts) / (seconds of a round + seconds that the model still needs for its drafts).
 
-What the target commits says of every drafter how many of its drafts would have been accepted, sent or not: a look-up's
-q is one-hot, so its draft is accepted with the probability that the target gives the token, and that is how often the
+The committed tokens tell of every drafter how many of its drafts would have been accepted, sent or not: a look-up's q
+is one-hot, so its draft is accepted with the probability that the target gives the token, and that is how often the
 target's own token is that one. The same holds for the model's where verification is greedy or coupled. Under rejection
 the model's drafts say something only in rounds that they were sent in. The choice depends on counts and on the text
 before the round, never on which tokens the model drew: rejection stays exact.
@@ -16,14 +17,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from outrider.actors.drafter.draft_model import DraftModelProposer, verified
+from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.model_sequence import ModelSequence
-from outrider.actors.drafter.proposer import Proposer, Work
-from outrider.actors.drafter.sequence import Answer, Foreseen, SequenceKey
-from outrider.actors.drafter.sequence import Sequence as DraftedSequence
-from outrider.cluster.link.messages import Commit, ProposalStatus
+from outrider.actors.drafter.proposer import Proposer, SequenceKey, Work
+from outrider.actors.drafter.proposer import Sequence as DraftedSequence
+from outrider.cluster.link.messages import Commit
 
 MODEL = "draft_model"
 """The draft model's name among the drafters; a look-up has its method's."""
@@ -33,34 +33,33 @@ _PRIOR_DRAFTS = 2.0
 """Drafts that the rate over all requests counts for in a request's own."""
 
 _KEEP_ALL, _KEEP_OWN = 0.995, 0.9
-"""Share of the counts that is kept at each verdict: over all requests, and of a request's own. A text enters and leaves
-what it repeats within a few rounds."""
+"""Share of the counts that is kept with each new one: over all requests, and of a request's own. A text enters and
+leaves what it repeats within a few rounds."""
 
 _ROUND_WEIGHT = 0.1
-"""Of the latest round's time in their mean."""
+"""Weight of the latest round in the moving average of their times."""
 
 _TRY_AFTER = 64
-"""Rounds without a verdict on the model after which its drafts are sent, whatever they are expected to earn."""
+"""Rounds without news of the model after which its drafts are sent, whatever is expected of them."""
 
 
 class Rate:
-    """A fading acceptance rate: drafts that were right, of those that the target looked at."""
+    """Estimates an acceptance rate: accepted drafts of those that the target looked at. Old ones fade."""
 
     def __init__(self, keep: float) -> None:
-        self._keep, self.right, self.looked_at = keep, 0.0, 0.0
+        self._keep, self._accepted, self._looked_at = keep, 0.0, 0.0
 
-    def add(self, right: int, looked_at: int) -> None:
+    def add(self, accepted: int, looked_at: int) -> None:
         if looked_at:
-            self.right = self.right * self._keep + right
-            self.looked_at = self.looked_at * self._keep + looked_at
+            self._accepted = self._accepted * self._keep + accepted
+            self._looked_at = self._looked_at * self._keep + looked_at
 
     def given(self, prior: float) -> float:
-        """The rate, where `prior` counts for some drafts."""
-        return (self.right + _PRIOR_DRAFTS * prior) / (self.looked_at + _PRIOR_DRAFTS)
+        """Returns the rate, where `prior` counts for some drafts."""
+        return (self._accepted + _PRIOR_DRAFTS * prior) / (self._looked_at + _PRIOR_DRAFTS)
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """Drafts that one drafter could send, and the seconds until they are there."""
 
     drafter: str
@@ -70,14 +69,14 @@ class Offer:
 
 @dataclass(eq=False)
 class Record:
-    """How the drafters have done in one request. unheard: rounds since the last verdict on the model."""
+    """Holds how the drafters have done in one request. unheard: rounds since the last news of the model."""
 
     rates: dict[str, Rate]
     unheard: int = 0
 
 
 class DrafterSelector:
-    """Chooses whose drafts are sent, by acceptance rates and round times that it is told of."""
+    """Selects whose drafts are sent, by acceptance rates and round times."""
 
     def __init__(self, drafters: Sequence[str]) -> None:
         """drafters: the model among them."""
@@ -86,24 +85,27 @@ class DrafterSelector:
         self.chosen = dict.fromkeys(drafters, 0)
         self.judged, self.right = dict.fromkeys(drafters, 0), dict.fromkeys(drafters, 0)
 
-    def record(self) -> Record:
+    def new_record(self) -> Record:
         return Record({name: Rate(_KEEP_OWN) for name in self._all})
 
-    def verdict(self, record: Record, drafter: str, right: int, looked_at: int) -> None:
-        """The target has looked at so many of the drafter's drafts, and found so many right."""
+    def record_acceptance(self, record: Record, drafter: str, drafts: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Compares a drafter's drafts, sent or not, with the committed tokens, up to the first difference."""
+        same = [draft == token for draft, token in zip(drafts, token_ids, strict=False)]
+        accepted = same.index(False) if False in same else len(same)
+        looked_at = min(accepted + 1, len(same))
         if drafter == MODEL and looked_at:
             record.unheard = 0
-        self._all[drafter].add(right, looked_at)
-        record.rates[drafter].add(right, looked_at)
-        self.right[drafter] += right
+        self._all[drafter].add(accepted, looked_at)
+        record.rates[drafter].add(accepted, looked_at)
+        self.right[drafter] += accepted
         self.judged[drafter] += looked_at
 
-    def took(self, round_s: float) -> None:
-        """A round took so long, from drafts sent to tokens committed."""
+    def record_round(self, round_s: float) -> None:
+        """Takes the time of a round, from drafts to the commit."""
         self._round_s += (round_s - self._round_s) * (_ROUND_WEIGHT if self._round_s else 1.0)
 
-    def choose(self, record: Record, offers: Sequence[Offer]) -> Offer:
-        """The offer whose tokens come fastest, or the model's largest, where it was not heard of for long."""
+    def select(self, record: Record, offers: Sequence[Offer]) -> Offer:
+        """Returns the offer that brings most tokens a second; now and then the model's largest, to hear of it."""
         best = max(offers, key=lambda offer: self._tokens_per_s(record, offer))
         record.unheard += 1
         if record.unheard > _TRY_AFTER:
@@ -120,22 +122,22 @@ class DrafterSelector:
 
 @dataclass(eq=False)
 class RequestDrafters:
-    """One request, as all drafters know it."""
+    """Holds what the look-ups know of one request, and what each drafter proposes after its text."""
 
     record: Record
     lookups: dict[str, DraftedSequence]
     offered: dict[str, list[int]] = field(default_factory=dict)
-    """Each drafter proposes these after the text as it is; they may not have been sent."""
+    """Drafts after the text as it is, sent or not. The model's are here where a look-up's were sent."""
 
-    sender: str = MODEL
-    """Whose drafts answer the last commit."""
+    model_answers: bool = True
+    """The model's drafts answer the last commit."""
 
-    answered_at: float | None = None
-    """When the last commit was answered; None: not yet."""
+    ready_at: float | None = None
+    """When the drafts that answer the last commit are expected to be there."""
 
 
 class LookupDrafters:
-    """Implements Proposer: a draft model with look-ups beside it. Its sequences are the model's."""
+    """Implements Proposer with a draft model and look-ups. Its sequences and its outbox are the model's."""
 
     def __init__(
         self,
@@ -145,43 +147,47 @@ class LookupDrafters:
     ) -> None:
         """lookups: by the names of their methods."""
         self.model, self.lookups, self._clock = model, dict(lookups), clock
-        self.judge = DrafterSelector([MODEL, *lookups])
-        self._beside: dict[ModelSequence, RequestDrafters] = {}
+        self.outbox = model.outbox
+        model.sends_ahead = False
+        self.selector = DrafterSelector([MODEL, *lookups])
+        self._requests: dict[ModelSequence, RequestDrafters] = {}
         self._worker: Proposer[Any] = model
-        """Whose work was planned last."""
+        """The proposer whose work was planned last."""
 
         self._reads = False
 
     def new_sequence(self, key: SequenceKey) -> ModelSequence:
         return self.model.new_sequence(key)
 
-    def open(self, sequence: ModelSequence) -> list[Answer]:
-        beside = self._beside[sequence] = RequestDrafters(self.judge.record(), {})
+    def open(self, sequence: ModelSequence) -> None:
+        request = self._requests[sequence] = RequestDrafters(self.selector.new_record(), {})
         for name, lookup in self.lookups.items():
-            own = beside.lookups[name] = lookup.new_sequence(sequence.key)
+            own = request.lookups[name] = lookup.new_sequence(sequence.key)
             own.sampling, own.num_speculative_tokens = sequence.sampling, sequence.num_speculative_tokens
             own.text, own.is_open = list(sequence.text), True
-            lookup.open(own)  # it is the model that is waited for
-        return self.model.open(sequence)
+            lookup.open(own)
+            lookup.outbox.drain()  # the verifier waits for the model
+        self.model.open(sequence)
 
-    def commit(self, sequence: ModelSequence, commit: Commit) -> list[Answer]:
-        beside = self._beside[sequence]
-        for name, drafts in beside.offered.items():
-            self.judge.verdict(beside.record, name, *verified(drafts, commit.token_ids))
-        if beside.answered_at is not None:
-            self.judge.took(self._clock() - beside.answered_at)
-        beside.offered, beside.answered_at, beside.sender = {}, None, MODEL
-        for name, own in beside.lookups.items():
-            answers = self.lookups[name].commit(own, commit)
-            if answers and (drafts := list(answers[-1].proposals.token_ids)):
-                beside.offered[name] = drafts
-        return self._noted(self.model.commit(sequence, commit, lambda: self._instead(sequence)))
-
-    def delivered(self) -> list[Answer]:
-        return self._noted(self.model.delivered())
+    def commit(self, sequence: ModelSequence, commit: Commit) -> None:
+        request, now = self._requests[sequence], self._clock()
+        if request.model_answers and sequence.sent:
+            base = sequence.committed_len
+            request.offered[MODEL] = sequence.main.ids(base, base + sequence.sent)
+        for name, drafts in request.offered.items():
+            self.selector.record_acceptance(request.record, name, drafts, commit.token_ids)
+        if request.ready_at is not None:
+            self.selector.record_round(max(now - request.ready_at, 0.0))
+        request.offered, request.ready_at, request.model_answers = {}, None, True
+        for name, own in request.lookups.items():
+            self.lookups[name].commit(own, commit)
+            for _, answer in self.lookups[name].outbox.drain():
+                if answer.token_ids:
+                    request.offered[name] = list(answer.token_ids)
+        self.model.commit(sequence, commit, lambda: self._look_up(sequence))
 
     def close(self, sequence: ModelSequence) -> None:
-        for name, own in self._beside.pop(sequence).lookups.items():
+        for name, own in self._requests.pop(sequence).lookups.items():
             self.lookups[name].close(own)
         self.model.close(sequence)
 
@@ -193,22 +199,18 @@ class LookupDrafters:
         for proposer in (self.model, *self.lookups.values()):
             proposer.limit_vocabulary(size)
 
-    def plan(self) -> tuple[Work | None, list[Answer]]:
-        """A look-up's reading and the model's work take turns: a piece of text is far shorter than a step."""
+    def plan(self) -> Work | None:
+        """Plans a look-up's reading and the model's work in turn: a piece of text is far shorter than a step."""
         self._reads = not self._reads
         if self._reads and (reading := self._reading()) is not None:
-            return reading, []
+            return reading
         self._worker = self.model
-        work, answers = self.model.plan()
-        return work or self._reading(), self._noted(answers)
+        return self.model.plan() or self._reading()
 
-    def complete(self, work: Work) -> list[Answer]:
-        answers = self._worker.complete(work)
-        return self._noted(answers) if self._worker is self.model else []  # nobody waits for a look-up's
-
-    def foreseen(self) -> list[Foreseen]:
-        """None: each commit decides whose drafts answer it."""
-        return []
+    def complete(self, work: Work) -> None:
+        self._worker.complete(work)
+        if self._worker is not self.model:
+            self._worker.outbox.drain()  # nobody waits for a look-up's answers
 
     def step_us(self) -> int:
         return self.model.step_us()
@@ -220,45 +222,37 @@ class LookupDrafters:
         counted = self.model.counters()
         for lookup in self.lookups.values():
             counted |= lookup.counters()
-        judge = self.judge
-        return counted | {"chosen": dict(judge.chosen), "judged": dict(judge.judged), "right": dict(judge.right)}
+        selector = self.selector
+        return counted | {
+            "chosen": dict(selector.chosen),
+            "judged": dict(selector.judged),
+            "right": dict(selector.right),
+        }
 
     def _reading(self) -> Work | None:
         for lookup in self.lookups.values():
-            work, _ = lookup.plan()
-            if work is not None:
+            if (work := lookup.plan()) is not None:
                 self._worker = lookup
                 return work
         return None
 
-    def _instead(self, sequence: ModelSequence) -> list[int] | None:
-        """Drafts to send in place of the model's, which has the commit by now; None: the model's."""
-        beside, start = self._beside[sequence], sequence.committed_len
+    def _look_up(self, sequence: ModelSequence) -> list[int] | None:
+        """Returns drafts to send in place of the model's, which has the commit by now; None: the model's are sent."""
+        request, start = self._requests[sequence], sequence.committed_len
         wanted = min(sequence.num_wanted, sequence.max_len - start)
         at_hand = min(sequence.num_drafted, wanted)
         missing = 0 if sequence.main.ended else max(min(sequence.num_on_miss, wanted) - at_hand, 0)
-        offers = [Offer(MODEL, at_hand), *(Offer(name, min(len(d), wanted)) for name, d in beside.offered.items())]
+        offers = [Offer(MODEL, at_hand), *(Offer(name, min(len(d), wanted)) for name, d in request.offered.items())]
         if missing:
             offers.append(Offer(MODEL, at_hand + missing, missing * self.model.step_us() / 1e6))
-        chosen = self.judge.choose(beside.record, offers)
-        if chosen.drafter == MODEL:
-            if chosen.num_drafts <= at_hand:
+        selected = self.selector.select(request.record, offers)
+        request.ready_at = self._clock() + selected.wait_s
+        if selected.drafter == MODEL:
+            if selected.num_drafts <= at_hand:
                 sequence.num_on_miss = at_hand  # what is there is enough
             return None
-        beside.sender = chosen.drafter
+        request.model_answers = False
+        drafts = request.offered[selected.drafter][:wanted]
         if sequence.free_of_rounds and at_hand:
-            beside.offered[MODEL] = sequence.main.ids(start, start + at_hand)
-        return beside.offered[chosen.drafter][:wanted]
-
-    def _noted(self, answers: list[Answer]) -> list[Answer]:
-        """The model's answers, of which those to the last commit of their request are remembered."""
-        for sequence, proposals in answers:
-            assert isinstance(sequence, ModelSequence)
-            beside = self._beside.get(sequence)
-            is_late = proposals.base_committed_len != sequence.committed_len
-            if beside is None or is_late or proposals.status is not ProposalStatus.OK:
-                continue
-            beside.answered_at = self._clock()
-            if beside.sender == MODEL and proposals.token_ids:
-                beside.offered[MODEL] = list(proposals.token_ids)
-        return answers
+            request.offered[MODEL] = sequence.main.ids(start, start + at_hand)
+        return drafts

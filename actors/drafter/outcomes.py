@@ -1,6 +1,6 @@
-"""What drafting expects: how likely an outcome of verification is, and what another row costs a step. Pure.
+"""Estimates how likely an outcome of verification is, and what another row costs a step. Pure.
 
-Both are measured by the drafter itself, over all its sequences.
+The drafter measures both over all its sequences.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from outrider.actors.drafter.engine import Drawn
 _BINS = 10
 _PRIOR_WEIGHT = 8.0
 USUAL_ACCEPTANCE = 0.7
-"""Of a draft, believed until there is something to go by."""
+"""Acceptance rate of a draft that is assumed before any was verified."""
 
 _FADE_AT = 2000.0
 
 
 class Frequency:
-    """Hits over trials, pulled towards what was predicted while there are few; old ones fade."""
+    """Estimates hits over trials, close to what was predicted while there are few. Old ones fade."""
 
     def __init__(self) -> None:
         self._trials, self._hits = 0.0, 0.0
@@ -36,7 +36,8 @@ class Frequency:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Verification goes along the main line up to `position` and has `token` there. value: its probability."""
+    """An outcome of verification: it follows the main chain up to `position` and has `token` there. value: its
+    probability."""
 
     position: int
     token: int
@@ -44,11 +45,11 @@ class Outcome:
 
 
 class OutcomeModel:
-    """How likely each outcome of a verification is: the drafter's own probabilities, corrected by experience.
+    """Estimates how likely each outcome of a verification is: the drafter's own probabilities, corrected by experience.
 
     An outcome is reached when every draft before its position is accepted, and taken when the token there is not. Both
     frequencies are counted against what the drafter's confidence predicted, so a drafter that is too sure of itself is
-    believed less. Kept by a drafter over all its sequences.
+    believed less.
     """
 
     def __init__(self, num_alternatives: int) -> None:
@@ -57,17 +58,17 @@ class OutcomeModel:
         self._alternative = [Frequency() for _ in range(num_alternatives)]
 
     def acceptance(self, drawn: Drawn) -> float:
-        """The probability that verification has this very token where it looks."""
+        """Returns the probability that verification has this very token where it looks."""
         confidence = min(max(drawn.confidence, 0.0), 1.0)
         return self._accepted[min(int(confidence * _BINS), _BINS - 1)].given(confidence)
 
     @property
     def usual_acceptance(self) -> float:
-        """Of any draft, whatever the confidence."""
+        """The acceptance rate of any draft, whatever the confidence."""
         return self._any_accepted.given(USUAL_ACCEPTANCE)
 
     def outcomes(self, reach: float, position: int, drawn: Drawn) -> list[Outcome]:
-        """The alternatives at a position that verification reaches with probability `reach`."""
+        """Returns the alternatives at a position that verification reaches with probability `reach`."""
         rejected = reach * (1 - self.acceptance(drawn))
         found = []
         for rank, (token, probability) in enumerate(drawn.alternatives[: len(self._alternative)]):
@@ -76,8 +77,11 @@ class OutcomeModel:
         return found
 
     def observe(self, drawn: Sequence[Drawn | None], token_ids: Sequence[int]) -> None:
-        """drawn: the main line's tokens where verification chose token_ids, as far as they were drawn; the first that
-        differs ends the comparison."""
+        """Counts a verification, up to the first difference.
+
+        Args:
+            drawn: the main chain's tokens where verification chose token_ids, as far as they were drawn.
+        """
         for entry, token in zip(drawn, token_ids, strict=False):
             if entry is None:
                 return
@@ -101,19 +105,19 @@ _PRIOR_SHARE = 0.02
 
 
 class StepCost:
-    """What a step takes, and what another row adds to it: an exponentially faded least-squares fit of seconds over
-    rows."""
+    """Estimates what a step takes, and what another row adds to it, by an exponentially faded least-squares fit of
+    seconds over rows."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Every step that was observed."""
+        """Forgets all steps that were observed."""
         self._weight = self._rows = self._seconds = self._rows_squared = self._product = 0.0
         self.row_share = _PRIOR_SHARE
         """What one more row adds, as a share of a step: a row that is worth less than this share of what all of the
-        step's rows are worth costs more than it brings. While all steps have as many rows it says nothing new, and is
-        taken for less and less: else who once thought rows dear would never add one again to find out."""
+        step's rows are worth costs more than it brings. While all steps have as many rows it decays slowly, so that
+        rows are tried again after a wrong estimate."""
 
     def observe(self, rows: int, seconds: float) -> None:
         self._weight = self._weight * _FADE + 1
@@ -130,9 +134,5 @@ class StepCost:
 
     @property
     def mean_s(self) -> float:
-        """Of a recent step; 0 before the first."""
+        """What a recent step took; 0 before the first."""
         return self._seconds / self._weight if self._weight else 0.0
-
-    def expected_s(self, rows: int) -> float:
-        """Of a step with so many rows; 0 before the first."""
-        return self.mean_s * (1 + self.row_share * (rows - self._rows / self._weight)) if self._weight else 0.0

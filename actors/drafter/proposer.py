@@ -1,80 +1,200 @@
-"""What a drafting method offers the draft loop."""
+"""Defines what a drafting method offers the draft loop, and what the drafter knows of one request. Pure.
+
+A drafting method implements `Proposer` and adds what it needs to `Sequence` in a subclass (`model_sequence.py`,
+`lookup.py`).
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from outrider.actors.drafter.sequence import Answer, Foreseen, Sequence, SequenceKey
-from outrider.cluster.link.messages import Commit
+from outrider.actors.observability import logs
+from outrider.cluster.link.messages import (
+    Commit,
+    DraftOrigin,
+    DraftSampling,
+    Open,
+    PrefetchedProposal,
+    Proposals,
+    ProposalStatus,
+    SparseQ,
+)
+from outrider.cluster.modes import Mode
+
+SequenceKey = tuple[int, int]
+"""(link, request handle): unique over all targets linked to one drafter."""
+
+
+class Sequence:
+    """Holds what the drafter knows of one request, from its first message to its close. The draft loop's lock guards
+    it."""
+
+    def __init__(self, key: SequenceKey) -> None:
+        self.key = key
+        self.name: str | None = None
+        """The request id of the engine, if the verifier sends it."""
+
+        self.sampling = DraftSampling()
+        """How its drafts are drawn."""
+
+        self.num_speculative_tokens = 0
+        self.text: list[int] = []
+        """The prompt tokens that have arrived; once the prompt is complete, all committed tokens."""
+
+        self.is_open = False
+        """The prompt is complete and the proposer has it."""
+
+        self.num_wanted = self.num_on_miss = 0
+        """The last commit's, see `Commit`."""
+
+        self.asked_len: int | None = None
+        """The committed length of the commit that waits for its answer; None: none waits."""
+
+        self.asked_at = 0.0
+        """When that commit arrived."""
+
+        self.turn = 0
+        """Its place among all waiting commits. A commit that overtakes another one keeps that one's place."""
+
+    @property
+    def committed_len(self) -> int:
+        return len(self.text)
+
+    def about(self) -> Mapping[str, str]:
+        """Returns ``extra`` for a log line about this sequence; {} when its verifier sends no name."""
+        return {} if self.name is None else logs.about(self.name)
+
+    @property
+    def is_greedy(self) -> bool:
+        """The target takes its likeliest tokens."""
+        return self.sampling.mode is Mode.GREEDY
+
+    @property
+    def next_offset(self) -> int:
+        """The offset of the next prompt piece. An open sequence expects a new prompt's first piece only."""
+        return 0 if self.is_open else len(self.text)
+
+    def add_prompt(self, piece: Open) -> bool:
+        """Appends a prompt piece and returns whether the prompt is complete. Only the first piece carries the biases,
+        so its sampling counts."""
+        if piece.offset == 0:
+            self.sampling = piece.sampling
+        self.num_speculative_tokens = piece.num_speculative_tokens
+        self.text.extend(piece.token_ids)
+        self.is_open = len(self.text) >= piece.prompt_len
+        return self.is_open
+
+    def commit(self, commit: Commit) -> None:
+        """Appends committed tokens, which continue the text."""
+        self.text.extend(commit.token_ids)
+        self.num_wanted, self.num_on_miss = commit.num_wanted, commit.num_on_miss
+
+    def drafts(
+        self, token_ids: list[int], q: SparseQ | None = None, origin: DraftOrigin = DraftOrigin.MISS
+    ) -> Proposals:
+        """Returns the answer to the last commit: up to K drafts that continue the text.
+
+        Args:
+            q: what they were drawn from; None: each was the only choice (a one-hot q), or verification needs no q.
+        """
+        return Proposals(self.key[1], len(self.text), token_ids, ProposalStatus.OK, q, origin)
+
+    def no_drafts(self, status: ProposalStatus, committed_len: int | None = None) -> Proposals:
+        """Returns an answer without drafts.
+
+        Args:
+            committed_len: of the commit that is answered; None: the present length.
+        """
+        length = len(self.text) if committed_len is None else committed_len
+        return Proposals(self.key[1], length, [], status)
+
+
+class Outgoing(NamedTuple):
+    """A message for the link of a sequence: the answer to a commit, or a proposal ahead of the commit."""
+
+    sequence: Sequence
+    message: Proposals | PrefetchedProposal
+
+
+class Outbox:
+    """Collects a proposer's messages until the draft loop sends them."""
+
+    def __init__(self) -> None:
+        self._messages: list[Outgoing] = []
+
+    def add(self, sequence: Sequence, message: Proposals | PrefetchedProposal) -> None:
+        self._messages.append(Outgoing(sequence, message))
+
+    def drain(self) -> list[Outgoing]:
+        """Returns the messages since the last call, in their order."""
+        messages, self._messages = self._messages, []
+        return messages
+
 
 S = TypeVar("S", bound=Sequence)
 
 
 class Work(Protocol):
-    """One unit of work, planned. execute runs without the loop's lock: it must touch nothing of a sequence that
-    commits or answers use."""
+    """One planned unit of work. execute runs without the loop's lock: it touches nothing of a sequence that commits or
+    answers use."""
 
     @property
     def is_step(self) -> bool:
-        """A step of the model's; else a piece of some text is read."""
+        """Whether it is a step of the draft model."""
 
     def execute(self) -> None: ...
 
 
 class Proposer(Protocol[S]):
-    """Drafts for the sequences of all linked targets, many of them at once.
+    """Drafts for the sequences of all linked targets in batches, and puts every message into its outbox.
 
-    Every method is called under the loop's lock, by any thread; work is planned, executed and completed by the loop's
-    thread alone, so while a step runs, commits are applied and answered from what has been drafted ahead.
+    Every method is called under the loop's lock, from any thread. Work is planned, executed and completed by the loop's
+    thread alone; while it is executed, commits are applied and answered from what has been drafted ahead.
 
-    How many tokens are drafted may depend on anything before a token, never on the token itself: drafts that are
-    kept or dropped for what they are no longer come from q, and rejection against q would be biased.
+    How many tokens are drafted may depend on anything before a token, never on the token itself: drafts that are kept
+    or dropped for what they are no longer come from q, and rejection against q would be biased.
     """
 
+    outbox: Outbox
+
     def new_sequence(self, key: SequenceKey) -> S:
-        """For a request of which nothing is known yet. Nothing is held for it before `open`."""
+        """Returns a sequence for a new request. Nothing is held for it before `open`."""
 
-    def open(self, sequence: S) -> list[Answer]:
-        """The sequence's text is whole: the prompt, or all of a resumed request's text.
+    def open(self, sequence: S) -> None:
+        """Takes a sequence whose text is complete: the prompt, or all of a resumed request's text.
 
-        Returns a READY answer if it can be drafted for at once, without prefill. Everybody's commits wait meanwhile: a
-        long text is not read here but as work, piece by piece.
+        Sends READY if it can be drafted for without prefill. All commits wait meanwhile, so a long text is read later
+        as work, piece by piece.
         """
 
-    def commit(self, sequence: S, commit: Commit) -> list[Answer]:
-        """Take committed tokens, which continue the text of an open sequence. Returns the answer if it is at hand and
-        not kept for `delivered`, or why there is none, and before it an empty one to an earlier commit that is
-        overtaken: who asked shall know that somebody is there."""
-
-    def delivered(self) -> list[Answer]:
-        """All that a link has sent at once is taken. Returns the answers to its commits that were kept back for it."""
+    def commit(self, sequence: S, commit: Commit) -> None:
+        """Appends committed tokens to an open sequence. Sends the answer if it is at hand, or why there is none; before
+        it an empty answer to an earlier commit that this one overtakes, which tells the verifier that the drafter
+        lives."""
 
     def close(self, sequence: S) -> None:
-        """Forget an open sequence and free what is held for it. Work that is under way may still know it."""
+        """Forgets an open sequence and frees what is held for it. Work that is executed may still refer to it."""
 
     def unlink(self, link_id: int) -> None:
-        """A link is gone; its sequences are closed. What is kept of it can go."""
+        """Forgets what is kept of a link that is gone. Its sequences are closed before."""
 
     def limit_vocabulary(self, size: int) -> None:
-        """A target with `size` tokens is about to be linked: from the next plan on no larger id is drafted, for
-        anybody. Raises ValueError where that cannot be."""
+        """Drafts no id from `size` on from the next plan on, for any target. Raises ValueError where that is
+        impossible."""
 
-    def plan(self) -> tuple[Work | None, list[Answer]]:
-        """The most urgent work, and answers that need none. (None, []): nothing to do until something arrives."""
+    def plan(self) -> Work | None:
+        """Returns the most urgent work; None: there is nothing to do until a message arrives."""
 
-    def complete(self, work: Work) -> list[Answer]:
-        """Take the results of executed work. Returns the answers that are ready now."""
-
-    def foreseen(self) -> list[Foreseen]:
-        """What the work that was completed last has drafted for outcomes that have not come yet, to be sent at once;
-        [] where it is decided at each commit whose drafts answer it, or where no drafts are made ahead."""
+    def complete(self, work: Work) -> None:
+        """Takes the results of executed work. Sends the answers that are ready, and drafts for outcomes that a target
+        may still commit."""
 
     def step_us(self) -> int:
-        """What a step takes now, microseconds; 0: not known."""
+        """Returns what a step takes now, microseconds; 0: unknown."""
 
     def usage(self) -> dict[str, float]:
-        """``num_sequences``, ``num_prefilling`` and ``kv_cache_usage`` (0..1)."""
+        """Returns ``num_sequences``, ``num_prefilling`` and ``kv_cache_usage`` (0..1)."""
 
     def counters(self) -> dict[str, Any]:
-        """What the method counts since its start, for metrics (observability/metrics.py has the names). Plain
-        values; {} for none."""
+        """Returns what the method has counted since its start, for metrics (observability/metrics.py has the names)."""

@@ -1,7 +1,7 @@
-"""One Ray actor that all drafters of an application share, and a drafter's side of it.
+"""Lets all drafters of an application share one Ray actor.
 
-Control only, never on the path of a round: about once a second every drafter hands over what it has and takes what is
-new. An actor that is slow or gone costs what it is for, nothing else.
+About once a second every drafter hands over what it has and takes what is new, never on the path of a round. An actor
+that is slow or gone costs what it is for, nothing else.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ logger = logging.getLogger(__name__)
 EXCHANGE_EVERY_S = 1.0
 CALL_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 120.0
-"""For the first answer of an actor that has just been looked up: it may have to start, a process that imports this
-package, while models load beside it."""
+"""Timeout of the first call after a look-up: the actor's process may have to start while models load."""
 
 _LONGEST_PAUSE_S = 30.0
 IDLE_LIFE_S = 120.0
-"""An actor that nobody has asked for so long ends itself: its application is gone."""
+"""An actor that was not called for so long ends itself: its application is gone."""
 
 
 class SharedActor:
-    """Made by whichever drafter asks first."""
+    """Calls a named actor, which the first call of any drafter starts."""
 
     def __init__(
         self,
@@ -41,12 +40,12 @@ class SharedActor:
         get: Callable[..., Any] = ray.get,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """make: returns the actor's handle, which may still be starting; see get_or_create. get: as ray.get."""
+        """make: returns the actor's handle, which may still start; see get_or_create. get: as ray.get."""
         self._make, self._get, self._start_timeout_s = make, get, start_timeout_s
         self._actor: Any = None
 
     def call(self, method: str, *args: Any) -> Any:
-        """Raises RayError or GetTimeoutError; the next call looks the actor up anew."""
+        """Calls a method. Raises RayError or GetTimeoutError; then the next call looks the actor up again."""
         actor, self._actor = self._actor, None
         timeout_s = CALL_TIMEOUT_S
         if actor is None:
@@ -57,7 +56,7 @@ class SharedActor:
 
 
 def get_or_create(actor_class: type, name: str, *args: Any, **options: Any) -> Any:
-    """The handle of the actor of that name. options: Ray's; without any the actor takes no room."""
+    """Returns the handle of the actor of that name. options: Ray's; without any the actor takes no resources."""
     return (
         ray.remote(actor_class)
         .options(
@@ -72,7 +71,7 @@ def get_or_create(actor_class: type, name: str, *args: Any, **options: Any) -> A
 
 
 class IdleLife:
-    """Of a shared actor: it ends with the last that asks."""
+    """Ends a shared actor's process when nobody calls it any more."""
 
     def __init__(self, idle_life_s: float = IDLE_LIFE_S) -> None:
         self._idle_life_s = idle_life_s
@@ -80,7 +79,7 @@ class IdleLife:
         self._reaper: asyncio.Task | None = None
 
     def asked(self) -> None:
-        """On the actor's event loop."""
+        """Notes a call. To be called on the actor's event loop."""
         self._asked = time.monotonic()
         if self._reaper is None:
             self._reaper = asyncio.create_task(self._reap())
@@ -93,17 +92,17 @@ class IdleLife:
 
 
 class Member:
-    """One drafter's side. Counts, and never raises."""
+    """Exchanges data with a shared actor for one drafter. It counts failures and never raises."""
 
     def __init__(self, what: str, exchange: Callable[[], bool]) -> None:
-        """exchange: once; returns whether there is more to be had at once. what: it is about, for log and thread."""
+        """exchange: exchanges once, returns whether there is more at once. what: names the actor in log and thread."""
         self._what, self._exchange = what, exchange
         self._failing = False
         self.failures = 0
-        """Exchanges that failed; what they carried is lost."""
+        """Exchanges that failed. What they carried is lost."""
 
     def exchange(self) -> bool:
-        """Once. Returns whether there is more to be had at once."""
+        """Exchanges once. Returns whether there is more to be had at once."""
         try:
             more = self._exchange()
         except Exception as error:  # noqa: BLE001 - of another process; drafting goes on with what is known
@@ -116,7 +115,7 @@ class Member:
         return more
 
     def run(self, sleep: Callable[[float], object] = time.sleep) -> None:
-        """For ever, on a thread of its own."""
+        """Exchanges for ever, on a thread of its own."""
         pause_s = EXCHANGE_EVERY_S
         while True:
             failures = self.failures

@@ -1,9 +1,9 @@
-"""Which token ids the drafter's output head is cut to: a fixed number of slots, a token in each. Pure.
+"""Selects the token ids that the drafter's output head is cut to: a fixed number of slots, a token in each. Pure.
 
-Cutting the head is exact, for q only has a smaller support; which tokens are in it decides how many drafts are
-accepted. At first those are in it that the drafter was trained on, where its checkpoint says which, then the lowest
-ids: in a BPE vocabulary the earliest and so most frequent merges. Then it follows the text: the tokens of open prompts
-are held, a committed token that is missing is taken in at once, and the token in least use goes.
+Cutting the head is exact, since q only has a smaller support; which tokens are in it decides how many drafts are
+accepted. At first these are the tokens that the drafter was trained on, where its checkpoint says which, then the
+lowest ids: in a BPE vocabulary the earliest and so most frequent merges. Then it follows the text: the tokens of open
+prompts are held, a committed token that is missing enters at once, and the token in least use leaves.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
 VOCABULARY_FILE = "draft_vocabulary.json"
-"""In a checkpoint that `outrider distill` has made: a list of the ids that the drafter was trained on."""
+"""A checkpoint's file, written by `outrider distill`: a list of the ids that the drafter was trained on."""
 
 HALF_LIFE_TOKENS = 1 << 18
 _RESCALE_AT = 2.0**512
-"""Weights of later tokens grow instead of those of earlier ones shrinking: nothing is touched but what is counted.
-float64 ends at 2**1024."""
+"""Weights of later tokens grow instead of those of earlier ones shrinking, so only the counted one changes. float64
+ends at 2**1024."""
 
 
 def trained_on(checkpoint: str) -> list[int]:
-    """The ids that the drafter in this directory was trained on; none where it does not say. Raises ValueError."""
+    """Returns the ids that a checkpoint was trained on; [] where it does not say. Raises ValueError."""
     file = Path(checkpoint) / VOCABULARY_FILE
     if not file.is_file():
         return []
@@ -42,7 +42,7 @@ def trained_on(checkpoint: str) -> list[int]:
 
 
 class DraftVocabulary:
-    """A slot's place says nothing about its token: a replacement changes one row of the head and moves none.
+    """Keeps the tokens in use in a fixed number of slots. A replacement changes one row of the head and moves none.
 
     vocab_size: tokens of the full vocabulary; ids from there on are passed over. num_slots: tokens of the cut one.
     always: ids that never leave, such as end tokens. at_first: ids that are in it before any lower one, as many as find
@@ -69,7 +69,7 @@ class DraftVocabulary:
         self.vocab_size, self.num_slots = vocab_size, num_slots
         self.num_observed = 0
         self.num_missed = 0
-        """Observed tokens that were not in the vocabulary when they came: they could not have been drafted."""
+        """Observed tokens that were not in the vocabulary when they came, so they could not have been drafted."""
 
         preferred = [token for token in at_first if 0 <= token < vocab_size]
         others = (token for token in dict.fromkeys([*preferred, *range(vocab_size)]) if token not in fixed)
@@ -81,7 +81,7 @@ class DraftVocabulary:
         self._pinned_by: dict[Hashable, set[int]] = {}
         self._pins: dict[int, int] = {}
         self._waiting: dict[int, None] = {}
-        """Pinned tokens that found no room, the earliest first."""
+        """Pinned tokens without a slot, the earliest first."""
 
         # One entry for every token that may go, and for some that are pinned: (weight when it was last looked at, -id),
         # so that the highest of the unused ids goes first. Weights only grow, so a stale entry comes too early and is
@@ -104,8 +104,11 @@ class DraftVocabulary:
         return token_id in self._slot_of
 
     def limit(self, size: int) -> None:
-        """Ids from `size` on leave, and do not come back. Raises ValueError, and changes nothing, where fewer tokens
-        than slots would be left."""
+        """Removes the ids from `size` on for good.
+
+        Raises:
+            ValueError: fewer tokens than slots would be left. Nothing has changed.
+        """
         if size >= self.vocab_size:
             return
         if size < self.num_slots:
@@ -127,13 +130,13 @@ class DraftVocabulary:
             del self._waiting[token]
 
     def pin(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """Hold a sequence's tokens until unpin(key). Those that find no room wait for it, earlier ones first. A key
-        that is pinned already is unpinned first."""
+        """Holds a sequence's tokens until unpin(key). Those without a slot wait for one, earlier ones first. A key that
+        is pinned already is unpinned first."""
         self.unpin(key)
         self.pin_more(key, token_ids)
 
     def pin_more(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """Hold these tokens of the sequence too."""
+        """Holds these tokens of the sequence too."""
         held = self._pinned_by.setdefault(key, set())
         distinct = [t for t in dict.fromkeys(token_ids) if 0 <= t < self.vocab_size and t not in held]
         held.update(distinct)
@@ -147,7 +150,7 @@ class DraftVocabulary:
                 self._waiting[token] = None
 
     def unpin(self, key: Hashable) -> None:
-        """The sequence is closed. A key that is not pinned is passed over."""
+        """Releases the tokens of a closed sequence. A key that is not pinned is ignored."""
         for token in self._pinned_by.pop(key, ()):
             self._pins[token] -= 1
             if self._pins[token]:
@@ -167,7 +170,7 @@ class DraftVocabulary:
             del self._waiting[token]
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Tokens that the target committed, in their order."""
+        """Counts tokens that the target committed, in their order."""
         slot_of, weight = self._slot_of, self._weight
         for token in token_ids:
             self._increment *= self._growth
@@ -182,12 +185,12 @@ class DraftVocabulary:
         self.num_observed += len(token_ids)
 
     def take_changes(self) -> list[tuple[int, int]]:
-        """(slot, token id) of every slot replaced since the last call: the rows of the head to copy."""
+        """Returns (slot, token id) of every slot replaced since the last call: the rows of the head to copy."""
         changes, self._changes = list(self._changes.items()), {}
         return changes
 
     def _take_in(self, token: int) -> bool:
-        """In place of the token in least use; False when none may go. A use is counted."""
+        """Replaces the token in least use and counts one use. Returns False when none may leave."""
         slot = self._free_a_slot()
         if slot is None:
             return False

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,10 @@ import torch
 from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.drafter.model_sequence import ModelSequence
-from outrider.actors.drafter.pause import Pause
 from outrider.actors.drafter.planner import LookaheadLimits
-from outrider.actors.drafter.sequence import Answer
+from outrider.actors.drafter.proposer import Outgoing
 from outrider.actors.round.length import Estimate, LengthController
-from outrider.cluster.link.messages import Commit, DraftSampling, Open, ProposalStatus
+from outrider.cluster.link.messages import Commit, DraftSampling, Open, PrefetchedProposal, ProposalStatus
 from tests.bench.emulation.measurement import ceiling, sides_of
 from tests.bench.emulation.profiles import PROFILES, TEXTS, Profile
 from tests.bench.emulation.step_time import StepTime
@@ -62,12 +61,6 @@ class World:
             self.now, _, then = heapq.heappop(self._events)
             then()
         self.now = end
-
-    def pass_while(self, pause: Pause) -> None:
-        while not pause.over.is_set() and self._events and self._events[0][0] <= pause.until:
-            self.pass_to_next()
-        if not pause.over.is_set():
-            self.now = pause.until
 
     def pass_to_next(self) -> None:
         self.pass_until(self._events[0][0])
@@ -160,8 +153,10 @@ class Target:
     def tokens_per_s(self) -> float:
         return self.tokens / (self._world.now - self.first_s)
 
-    def hear(self, answer: Answer) -> None:
-        request, proposals = self.requests[answer.sequence], answer.proposals
+    def hear(self, outgoing: Outgoing) -> None:
+        request, proposals = self.requests[outgoing.sequence], outgoing.message
+        if isinstance(proposals, PrefetchedProposal):
+            return  # there is no way to save: what is at hand is answered at once
         if proposals.status is not ProposalStatus.OK or proposals.base_committed_len != request.sequence.committed_len:
             return
         waited_s = self._world.now - self._asked_s
@@ -198,20 +193,19 @@ class Target:
         self.tokens += sum(map(len, committed))
         self._asked_s = self._world.now
         lengths = self._lengths.choose([request.estimate for request in requests])
-        at_hand: list[Answer] = []
         for request, ids_, wanted in zip(requests, committed, lengths, strict=True):
             request.drafts, request.waits = [], wanted.k > 0
             commit = Commit(
                 request.sequence.key[1], request.sequence.committed_len, ids_, wanted.k, min(wanted.k_miss, wanted.k)
             )
-            at_hand += self._proposer.commit(request.sequence, commit)
-        at_hand += self._proposer.delivered()
-        for answer in at_hand:
-            answer.proposals.step_us = self._proposer.step_us()
+            self._proposer.commit(request.sequence, commit)
+        at_hand = self._proposer.outbox.drain()
+        for outgoing in at_hand:
+            outgoing.message.step_us = self._proposer.step_us()
         if not any(request.waits for request in requests):
             self._step()
-        for answer in at_hand:
-            self.hear(answer)
+        for outgoing in at_hand:
+            self.hear(outgoing)
 
 
 def simulate(profile: Profile, text: Text, num_targets: int, batch: int, k: int, rounds: int) -> tuple[float, float]:
@@ -221,23 +215,23 @@ def simulate(profile: Profile, text: Text, num_targets: int, batch: int, k: int,
     proposer = DraftModelProposer(engine, 2048, LookaheadLimits(), clock=lambda: world.now)
     targets = [Target(link_id, batch, k, profile.target, world, proposer) for link_id in range(1, num_targets + 1)]
 
-    def hear(answers: Sequence[Answer]) -> None:
-        for answer in answers:
-            answer.proposals.step_us = proposer.step_us()
-            targets[answer.sequence.key[0] - 1].hear(answer)
+    proposer.outbox.drain()  # all are ready
+
+    def hear() -> None:
+        for outgoing in proposer.outbox.drain():
+            outgoing.message.step_us = proposer.step_us()
+            targets[outgoing.sequence.key[0] - 1].hear(outgoing)
 
     def work_off(until: Callable[[], bool]) -> None:
         while not until():
-            work, answers = proposer.plan()
-            hear(answers)
+            work = proposer.plan()
+            hear()
             if work is None:
                 world.pass_to_next()
                 continue
-            if isinstance(work, Pause):
-                world.pass_while(work)
-            else:
-                work.execute()
-            hear(proposer.complete(work))
+            work.execute()
+            proposer.complete(work)
+            hear()
 
     for target in targets:
         world.at(world.now, target.begin)

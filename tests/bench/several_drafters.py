@@ -100,10 +100,10 @@ class PlayedEngine(MemoryEngine):
 
 
 class ModelAlone(DrafterSelector):
-    """But for whether it is waited for."""
+    """Selects the model, and whether to wait for it."""
 
-    def choose(self, record, offers):  # type: ignore[no-untyped-def]
-        return super().choose(record, [offer for offer in offers if offer.drafter == MODEL])
+    def select(self, record, offers):  # type: ignore[no-untyped-def]
+        return super().select(record, [offer for offer in offers if offer.drafter == MODEL])
 
 
 def proposer_of(
@@ -117,7 +117,7 @@ def proposer_of(
         return lookups[only]
     proposer = LookupDrafters(DraftModelProposer(engine, 128, limits, clock=clock), lookups, clock)
     if only == MODEL:
-        proposer.judge = ModelAlone(list(proposer.judge.chosen))
+        proposer.selector = ModelAlone(list(proposer.selector.chosen))
     return proposer
 
 
@@ -131,7 +131,7 @@ class Play:
         sampling: DraftSampling | None = None,
         limits: LookaheadLimits | None = None,
     ) -> None:
-        """only: the drafter of every round; None: the judge chooses. sampling: None: greedy."""
+        """only: the drafter of every round; None: the selector chooses. sampling: None: greedy."""
         self.now, self._times, self._sampling = 0.0, times, sampling
         self.rounds = 0
         self._engine = PlayedEngine(self._step)
@@ -232,8 +232,8 @@ def main() -> None:
             name = "all, in turn" if len(kinds) > 1 else f"{kinds[0]} ({RIGHT[kinds[0]]})"
             table.append(f"| {name} | {rates} | {by[0] / max(by[1:]):.3f} |")
     for unit, table in zip(("second", "round"), tables, strict=True):
-        names = " | ".join(name or "judge" for name in CHOICES)
-        print(f"| tokens a {unit} | {names} | judge over the best |\n|---|{'---|' * len(CHOICES)}---|")
+        names = " | ".join(name or "selected" for name in CHOICES)
+        print(f"| tokens a {unit} | {names} | selected over the best |\n|---|{'---|' * len(CHOICES)}---|")
         print("\n".join(table))
 
 

@@ -39,14 +39,14 @@ def main() -> None:
         other = opened(drafter, (2, number), [1])
         drafter.commit(other, Commit(number, 1, others[start : start + 512], 0, 0))
         drafter.close(other)
-        while (work := drafter.plan()[0]) is not None:
+        while (work := drafter.plan()) is not None:
             work.execute()
             drafter.complete(work)
     learning = (time.process_time() - started) / len(others)
     own = text[-(PROMPT + ANSWER) :]
     started = time.process_time()
     sequence = opened(drafter, (1, 1), own[:PROMPT])
-    while (work := drafter.plan()[0]) is not None:
+    while (work := drafter.plan()) is not None:
         work.execute()
         drafter.complete(work)
     opening = (time.process_time() - started) / PROMPT
@@ -54,8 +54,9 @@ def main() -> None:
     for position in range(PROMPT, PROMPT + ANSWER):
         commit = Commit(1, position, own[position : position + 1], K, K)
         started = time.process_time()
-        ids = drafter.commit(sequence, commit)[0].proposals.token_ids
+        drafter.commit(sequence, commit)
         times.append(time.process_time() - started)
+        ids = drafter.outbox.drain()[-1].message.token_ids
         drafted += len(ids)
         for guess, token in zip(ids, own[position + 1 :], strict=False):
             if guess != token:

@@ -4,7 +4,7 @@ import pytest
 import ray
 
 from outrider.actors.drafter.suffix import AnswerPart
-from outrider.actors.drafter.suffix_pool import PoolMember, RayPool
+from outrider.actors.drafter.suffix_pool import PoolMember, suffix_pool
 from outrider.cluster.placement import NAMESPACE
 from tests.support.cluster.serving import HANG_GUARD_S, wait_until
 
@@ -41,8 +41,8 @@ def test_a_pool_that_dies_is_made_anew_by_who_misses_it(two_replicas):
 
     learnt = []
     part = AnswerPart(("one", 1), array("i"), array("i", range(8)))
-    one = PoolMember("one", RayPool("pool-test", 1024), lambda: [part], list)
-    two = PoolMember("two", RayPool("pool-test", 1024), list, learnt.extend)
+    one = PoolMember("one", suffix_pool("pool-test", 1024), lambda: [part], list)
+    two = PoolMember("two", suffix_pool("pool-test", 1024), list, learnt.extend)
     one.exchange()
     two.exchange()
     assert learnt == [part]

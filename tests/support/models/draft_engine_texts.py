@@ -35,11 +35,11 @@ def main(model, target):
         sequence = proposer.new_sequence((1, handle))
         sequence.add_prompt(Open(handle, len(ids) - 1, 0, ids[:-1], WANTED, DraftSampling()))
         proposer.open(sequence)
-        answers = proposer.commit(sequence, Commit(handle, len(ids) - 1, ids[-1:], WANTED, WANTED))
-        while (work := proposer.plan()[0]) is not None:
+        proposer.commit(sequence, Commit(handle, len(ids) - 1, ids[-1:], WANTED, WANTED))
+        while (work := proposer.plan()) is not None:
             work.execute()
-            answers = answers + proposer.complete(work)
-        drafts.append([int(token) for token in answers[-1].proposals.token_ids])
+            proposer.complete(work)
+        drafts.append([int(token) for token in proposer.outbox.drain()[-1].message.token_ids])
         text = torch.tensor([ids])
         for _ in range(WANTED):
             with torch.inference_mode():

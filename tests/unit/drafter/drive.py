@@ -1,10 +1,17 @@
-"""A drafting proposer without a loop: sequences by their keys, and what is told of them."""
+"""Drives a proposer without a loop: sequences by their keys, and answers as they come out of its outbox."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from outrider.cluster.link.messages import DraftOrigin, DraftSampling, Open, ProposalStatus, SparseQ
+from outrider.cluster.link.messages import (
+    DraftOrigin,
+    DraftSampling,
+    Open,
+    PrefetchedProposal,
+    ProposalStatus,
+    SparseQ,
+)
 
 
 class Told(NamedTuple):
@@ -18,16 +25,8 @@ class Told(NamedTuple):
     origin: DraftOrigin = DraftOrigin.NONE
 
 
-def told(answers):
-    found = []
-    for sequence, said in answers:
-        assert said.request == sequence.key[1]
-        found.append(Told(sequence.key, said.base_committed_len, said.token_ids, said.status, said.q, said.origin))
-    return found
-
-
 def prompt_of(key, token_ids, num_speculative_tokens=4, sampling=None):
-    """All of a prompt as one message."""
+    """Returns all of a prompt as one message."""
     return Open(key[1], len(token_ids), 0, token_ids, num_speculative_tokens, sampling or DraftSampling())
 
 
@@ -37,22 +36,38 @@ class Drive:
     def __init__(self, proposer):
         self.proposer = proposer
         self.sequences = {}
+        self.prefetched = []
+        """(key, PrefetchedProposal) of all that was sent ahead."""
 
     def __getattr__(self, name):
         return getattr(self.proposer, name)
 
+    def drain(self):
+        """Returns the answers in the outbox."""
+        found = []
+        for sequence, said in self.proposer.outbox.drain():
+            assert said.request == sequence.key[1]
+            if isinstance(said, PrefetchedProposal):
+                self.prefetched.append((sequence.key, said))
+            else:
+                told = Told(sequence.key, said.base_committed_len, said.token_ids, said.status, said.q, said.origin)
+                found.append(told)
+        return found
+
     def open(self, key, token_ids, num_speculative_tokens=4, sampling=None):
-        """The answer, if there is one at once."""
+        """Returns the answer, if there is one at once."""
         self.close(key)
         sequence = self.sequences[key] = self.proposer.new_sequence(key)
         assert sequence.add_prompt(prompt_of(key, token_ids, num_speculative_tokens, sampling))
-        answers = told(self.proposer.open(sequence))
+        self.proposer.open(sequence)
+        answers = self.drain()
         assert len(answers) < 2
         return answers[0] if answers else None
 
     def commit(self, key, commit):
         assert commit.base_committed_len == self.sequences[key].committed_len
-        return told([*self.proposer.commit(self.sequences[key], commit), *self.proposer.delivered()])
+        self.proposer.commit(self.sequences[key], commit)
+        return self.drain()
 
     def close(self, key):
         """Keys that are not open are passed over."""
@@ -61,16 +76,16 @@ class Drive:
             self.proposer.close(sequence)
 
     def plan(self):
-        work, answers = self.proposer.plan()
-        return work, told(answers)
+        return self.proposer.plan(), self.drain()
 
     def complete(self, work):
-        return told(self.proposer.complete(work))
+        self.proposer.complete(work)
+        return self.drain()
 
     def work_off(self):
-        """Until there is nothing to do. Returns all answers."""
+        """Works until there is nothing to do. Returns all answers."""
         answers = []
-        while (work := self.proposer.plan()[0]) is not None:
+        while (work := self.proposer.plan()) is not None:
             work.execute()
             answers += self.complete(work)
-        return answers
+        return answers + self.drain()

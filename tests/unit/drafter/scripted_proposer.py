@@ -1,9 +1,9 @@
-"""A drafting proposer whose steps wait for the test, and a sink for its answers."""
+"""A proposer whose steps wait for the test, and a sink for its answers."""
 
 import queue
 import threading
 
-from outrider.actors.drafter.sequence import Sequence
+from outrider.actors.drafter.proposer import Outbox, Sequence
 from outrider.cluster.link.messages import DraftOrigin, ProposalStatus
 
 SOON_S = 60.0
@@ -18,7 +18,7 @@ class FakeProposer:
 
     def __init__(self):
         self.open_sequences, self.due, self.samplings, self.opened, self.batches = {}, [], {}, [], []
-        self.q = None
+        self.outbox, self.q = Outbox(), None
         self.gate = threading.Event()
         self.gate.set()
         self.working = threading.Event()
@@ -30,19 +30,14 @@ class FakeProposer:
         assert sequence.key not in self.open_sequences
         self.opened.append(sequence.key)
         self.samplings[sequence.key], self.open_sequences[sequence.key] = sequence.sampling, sequence
-        return [sequence.no_drafts(ProposalStatus.READY)]
+        self.outbox.add(sequence, sequence.no_drafts(ProposalStatus.READY))
 
     def commit(self, sequence, commit):
         sequence.commit(commit)
-        if commit.num_wanted == 0:
-            return []
-        if commit.token_ids[-1] == FORESEEN:
-            return [self._draft(sequence, DraftOrigin.MAIN_LINE)]
-        self.due.append(sequence)
-        return []
-
-    def delivered(self):
-        return []
+        if commit.num_wanted and commit.token_ids[-1] == FORESEEN:
+            self._draft(sequence, DraftOrigin.MAIN_LINE)
+        elif commit.num_wanted:
+            self.due.append(sequence)
 
     def close(self, sequence):
         del self.open_sequences[sequence.key]
@@ -53,9 +48,9 @@ class FakeProposer:
 
     def plan(self):
         if not self.due:
-            return None, []
+            return None
         self.batches.append(list(self.due))
-        return self, []
+        return self
 
     def execute(self):
         self.working.set()
@@ -64,13 +59,11 @@ class FakeProposer:
     def complete(self, work):
         batch = [sequence for sequence in dict.fromkeys(self.batches[-1]) if sequence in self.due]
         self.due = [sequence for sequence in self.due if sequence not in batch]
-        return [self._draft(sequence, DraftOrigin.MISS) for sequence in batch]
+        for sequence in batch:
+            self._draft(sequence, DraftOrigin.MISS)
 
     def _draft(self, sequence, origin):
-        return sequence.drafts([sequence.committed_len, 0], self.q, origin)
-
-    def foreseen(self):
-        return []
+        self.outbox.add(sequence, sequence.drafts([sequence.committed_len, 0], self.q, origin))
 
     def step_us(self):
         return 1234

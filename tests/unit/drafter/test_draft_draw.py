@@ -102,13 +102,6 @@ def test_forbidden_tokens_are_never_drawn_and_have_no_q(mode):
             assert {token for token, prob in q.items() if prob > 0} == {3, 50, 77}
 
 
-def test_a_bias_moves_the_choice_of_its_own_row_only():
-    logits = random_logits(1).repeat(3, 1)
-    likeliest, second = logits[0].topk(2).indices.tolist()
-    samplings = [DraftSampling(), DraftSampling(biases=((likeliest, -INF),)), DraftSampling(biases=((9, 100.0),))]
-    assert [one.token for one in draw(logits, [draw_of(s) for s in samplings])] == [likeliest, second, 9]
-
-
 @pytest.mark.parametrize("alternatives", [0, 2])
 @pytest.mark.parametrize("bad", ["nan", "one nan", "inf", "-inf"])
 @pytest.mark.parametrize("name", SAMPLINGS)

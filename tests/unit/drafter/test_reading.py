@@ -45,7 +45,7 @@ def gate(monkeypatch):
     class Gate:
         reading, go_on = threading.Event(), threading.Event()
 
-    for index, method in ((NgramIndex, "extend"), (SuffixIndex, "append")):
+    for index, method in ((NgramIndex, "append"), (SuffixIndex, "append")):
         plain = getattr(index, method)
 
         def read(self, token_ids, *context, plain=plain):
@@ -99,22 +99,23 @@ def test_commits_are_taken_while_a_prompt_is_read(gate, proposer):
     assert not running.is_alive()
 
 
-def test_an_ngram_prompt_and_what_was_committed_meanwhile_are_one_text():
-    proposer = Drive(NgramProposer(2, 4))
+@pytest.mark.parametrize("proposer", STRATEGIES)
+def test_a_prompt_and_what_was_committed_meanwhile_are_one_text(proposer):
+    proposer = Drive(STRATEGIES[proposer]())
     assert proposer.open(KEY, [*LONG, 700, 701, 702], 4, DraftSampling()) is None
     assert proposer.usage()["num_prefilling"] == 1
     first = proposer.commit(KEY, Commit(1, 5003, [5], 1, 1))
     assert first == [Told(KEY, 5004, [], ProposalStatus.NOT_READY)]
-    assert proposer.commit(KEY, Commit(1, 5004, [700, 701], 3, 3))[0].status is ProposalStatus.NOT_READY
+    assert proposer.commit(KEY, Commit(1, 5004, [700, 701], 2, 2))[0].status is ProposalStatus.NOT_READY
     assert proposer.work_off() == [
         Told(KEY, 5006, [], ProposalStatus.READY),
-        Told(KEY, 5006, [702, 5, 700], ProposalStatus.OK, origin=DraftOrigin.MISS),
+        Told(KEY, 5006, [702, 5], ProposalStatus.OK, origin=DraftOrigin.MISS),
     ]
     assert proposer.commit(KEY, Commit(1, 5006, [702], 1, 1))[0].token_ids == [5]
     assert proposer.usage()["num_prefilling"] == 0
 
 
-@pytest.mark.parametrize(("proposer", "pieces"), [("ngram", 19), ("suffix", 2)])
+@pytest.mark.parametrize(("proposer", "pieces"), [("ngram", 19), ("suffix", 4)])
 def test_what_is_committed_while_the_last_piece_is_read_is_read_too(proposer, pieces):
     proposer = Drive(STRATEGIES[proposer]())
     proposer.open(KEY, [*LONG, 700, 701, 702], 4, DraftSampling())
@@ -130,14 +131,16 @@ def test_what_is_committed_while_the_last_piece_is_read_is_read_too(proposer, pi
     assert answer.token_ids == [6003, 6004]
 
 
-def test_an_ngram_prompt_that_is_closed_half_read_is_forgotten():
-    proposer = Drive(NgramProposer(2, 4))
+@pytest.mark.parametrize("proposer", STRATEGIES)
+def test_a_prompt_that_is_closed_half_read_is_forgotten(proposer):
+    proposer = Drive(STRATEGIES[proposer]())
     proposer.open(KEY, list(LONG), 4, DraftSampling())
     work, _ = proposer.plan()
     proposer.close(KEY)
     work.execute()
     assert proposer.complete(work) == []
     assert proposer.plan() == (None, [])
+    assert proposer.usage() == {"num_sequences": 0, "num_prefilling": 0, "kv_cache_usage": 0.0}
 
 
 def test_a_sequence_opened_again_while_its_former_life_is_read_is_read_anew():

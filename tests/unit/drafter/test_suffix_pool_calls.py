@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ray
 
-from outrider.actors.drafter.shared_actor import CALL_TIMEOUT_S, START_TIMEOUT_S
-from outrider.actors.drafter.suffix_pool import Exchange, PoolMember, RayPool
+from outrider.actors.drafter.shared_actor import CALL_TIMEOUT_S, START_TIMEOUT_S, SharedActor
+from outrider.actors.drafter.suffix_pool import Exchange, PoolMember
 
 
 class Ray:
@@ -35,7 +35,7 @@ class Ray:
 
 
 def member(ray_: Ray) -> PoolMember:
-    return PoolMember("one", RayPool("app", 1024, ray_.get, ray_.find), list, lambda parts: None)
+    return PoolMember("one", SharedActor(ray_.find, ray_.get), list, lambda parts: None)
 
 
 def test_a_pool_that_has_to_start_is_waited_for_and_one_that_runs_is_not() -> None:

@@ -34,6 +34,7 @@ def test_the_warm_up_covers_every_way_to_draw():
     """A threshold, noise and q with and without one, and so many tokens of q are kernels of their own; q is drawn the
     same in every mode that does."""
     warm_up(proposer := Watched(), draft_top_n=16)
+    assert proposer.outbox.drain() == [], "nobody asked"
     seen = {(sampling.mode, sampling.top_p < 1) for sampling in proposer.opened}
     assert {(mode, with_one) for mode in (Mode.REJECTION, Mode.COUPLED) for with_one in (False, True)} < seen
     assert (Mode.GREEDY, False) in seen
@@ -44,7 +45,7 @@ def test_warming_up_is_no_round_of_the_judges() -> None:
     bench = SeveralBench()
     warm_up(bench.several, draft_top_n=64)
     assert bench.several.model.step_us() > 0
-    assert set(bench.several.judge.chosen.values()) == {0}
+    assert set(bench.several.selector.chosen.values()) == {0}
 
 
 class SureEngine(MemoryEngine):
