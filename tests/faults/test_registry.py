@@ -9,7 +9,7 @@ from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import EXPIRES_S, registry_name
 from tests.support.cluster.serving import wait_until
 
-# In every run test_link_keeper.py kills a registry, and tests/unit/serving/test_registry_client.py has who makes another.
+# In every run test_link_keeper.py kills a registry; tests/unit/serving/test_registry_client.py says who makes another.
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 MADE_ANEW_S = 1.5 * EXPIRES_S
