@@ -1,1 +1,1 @@
-"""One round: drafts in, a verified step, commits out, and everything rank 0 knows of a request."""
+"""Runs rounds on the target's rank 0: drafts in, a verified step, commits out."""

@@ -1,4 +1,4 @@
-"""What rank 0 says to its drafter and hears from it: handles, commits, answers, and whom a round still waits for.
+"""Talks to the drafter for rank 0: opens and closes requests, sends commits, and takes the answers.
 
 A drafter's mistake, silence or death ends here: what does not fit is dropped and counted, and its request decodes
 plainly.
@@ -30,49 +30,51 @@ from outrider.cluster.link.messages import (
 
 logger = logging.getLogger(__name__)
 
-_MOST_AHEAD = 128
+_MAX_PREFETCHED = 128
 """Outcomes of one round that a request keeps drafts for: more than K drafts and their alternatives make."""
 
-_MOMENT_S = 1e-3
-"""So long an answer at one of two links may wait for the other."""
+_STEP_KEEP = 1 - 1 / 16
+_MAX_STEP_RATIO = 2.0
+"""Caps a step at this many times the mean, so that one stall changes little and a lasting change is followed."""
 
 
-class DrafterConnection:
-    """One link: what is to be said over it, and whom the drafter at its other end knows by which handle."""
+class RoundDeadline:
+    """Decides how long a round may wait for its proposals."""
 
-    __slots__ = ("by_handle", "is_late", "link", "outbox", "silent_since")
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.outbox: list[Message] = []
-        self.by_handle: dict[int, Request] = {}
-        self.silent_since: float | None = None
-        """Since when commits are out and nothing at all has come back."""
-
-        self.is_late = False
-        """An answer was given up, and nothing has come since."""
+    def __init__(self, longest_s: float, steps: float | None = None) -> None:
+        """Args:
+        longest_s: the longest wait; the only limit until a step has been measured.
+        steps: the wait in steps of the target, by their recent duration. None: longest_s alone.
+        """
+        self._longest_s, self._steps = longest_s, steps
+        self._step_s = 0.0
 
     @property
-    def is_unanswered(self) -> bool:
-        """A commit is out that a drafter in good health would answer, if only with NOT_READY."""
-        return any(request.asked and request.handle == handle for handle, request in self.by_handle.items())
+    def longest_s(self) -> float:
+        """Returns the longest wait of a round now, in seconds."""
+        if self._steps is None or not self._step_s:
+            return self._longest_s
+        return min(self._longest_s, self._steps * self._step_s)
 
-    def flush(self) -> None:
-        messages, self.outbox = self.outbox, []
-        if messages:
-            with suppress(LinkBroken):  # noticed, logged and counted at the next step boundary
-                self.link.post(pack(messages, self.link.capacity_words))
+    def observe_step(self, step_s: float) -> None:
+        """Takes in the duration of a step without prefill, less its wait for proposals."""
+        if step_s <= 0:
+            return
+        if not self._step_s:
+            self._step_s = step_s
+        self._step_s += (min(step_s, _MAX_STEP_RATIO * self._step_s) - self._step_s) * (1 - _STEP_KEEP)
 
-    def poll(self, timeout_s: float) -> Received[list[Message]] | None:
-        received = self.link.poll(timeout_s)
-        if received is not None:
-            self.silent_since, self.is_late = None, False
-        return received
+    def reset(self) -> None:
+        """Forgets the steps measured so far, such as those of the warm-up, which initialise lazily."""
+        self._step_s = 0.0
 
 
 class DrafterClient:
-    """With one drafter, or with two while requests move from one to the other: each is drafted for where it was until
-    its text has been read where it goes, and then asks there. Not thread-safe but for `offer`."""
+    """Speaks for all requests of the target over one link. Not thread-safe, except for `offer`.
+
+    When the link changes, every running request is opened on the new one with all its tokens, and decodes plainly until
+    its first answer.
+    """
 
     def __init__(
         self,
@@ -81,25 +83,31 @@ class DrafterClient:
         clock: Callable[[], float],
         names_requests: bool = False,
     ) -> None:
-        """requests: the round's own table. names_requests: tell the drafter their ids, for its log."""
+        """Args:
+        requests: the round's own table.
+        hang_deadline_s: a drafter that leaves commits unanswered for longer is given up.
+        names_requests: send the drafter the requests' ids, for its log.
+        """
         self._requests = requests
         self._hang_deadline_s = hang_deadline_s
         self._clock = clock
         self._names_requests = names_requests
         self._offered: queue.SimpleQueue[Link] = queue.SimpleQueue()
-        self._line: DrafterConnection | None = None
-        """Where requests are opened."""
-
-        self._leaving: DrafterConnection | None = None
-        """The one before, for as long as requests ask there."""
-
+        self._link: Link | None = None
+        self._outbox: list[Message] = []
+        self._by_handle: dict[int, Request] = {}
         self._next_handle = 1
+        self._silent_since: float | None = None
+        """Since when commits have been unanswered and nothing at all has been received."""
+
+        self.is_lagging = False
+        """The last answer was late: no round waits until the drafter is heard from."""
 
         self.stale = 0
         """Proposals dropped because they continue another committed length than the request's."""
 
         self.unusable = 0
-        """Proposals that cannot have been drawn as the request asked, or that the scheduler changed."""
+        """Proposals that cannot have been drawn as the request asked, or that verification could not use."""
 
         self.refused: dict[ProposalStatus, int] = {}
         """Answers without drafts, by reason."""
@@ -108,145 +116,100 @@ class DrafterClient:
         """Requests that decoded plainly though they need not have, by the first cause: ``no_link``, ``late``,
         ``out_of_kv``, ``length``, ``unusable``."""
 
-    @property
-    def epoch(self) -> int:
-        """Of the link; 0 without one."""
-        return self._line.link.epoch if self._line is not None else 0
-
     # The link.
 
+    @property
+    def epoch(self) -> int:
+        """Returns the link's epoch; 0 without a link."""
+        return self._link.epoch if self._link is not None else 0
+
     def offer(self, link: Link) -> None:
-        """A new link is up. Taken over at the next step boundary; requests move to it, and then the one before it is
-        ended. One that was offered before and not taken, for want of steps, is not needed any more. Any thread."""
+        """Offers a new link, which is taken over at the next step boundary. Any thread may call this.
+
+        A link that was offered before and not taken yet is retired.
+        """
         with suppress(queue.Empty):
             while True:
                 self._offered.get_nowait().retire(f"link of epoch {link.epoch} takes its place")
         self._offered.put(link)
 
     def check_link(self, at_boundary: bool = False) -> bool:
-        """Take over a new link, drop a broken one. Whether there is a new link.
+        """Drops a broken link and takes over a new one. Returns whether there is a link now.
 
-        at_boundary: nobody waits for answers. A link that works is left for another there and nowhere else.
+        Args:
+            at_boundary: no answers are awaited. A working link is left for another only then.
         """
-        lost = self._drop_broken()
-        fresh = False
-        while at_boundary or self._line is None:
+        lost = None if self._link is None else self._link.broken
+        if lost is not None:
+            self._leave_link()
+        while at_boundary or self._link is None:
             try:
                 offered = self._offered.get_nowait()
             except queue.Empty:
                 break
             if offered.broken is None:
                 self._take_over(offered)
-                fresh = True
-        if lost is not None and self._line is None:
+        if lost is not None and self._link is None:
             logger.warning("speculation stops until there is a new link: %s", lost)
-        return fresh
-
-    def _drop_broken(self) -> str | None:
-        """Returns why the link where requests are opened is gone, if it is."""
-        lost = None
-        if (leaving := self._leaving) is not None and leaving.link.broken is not None:
-            self._leaving = None
-            self._reopen(leaving)
-        if (line := self._line) is not None and (lost := line.link.broken) is not None:
-            self._line, self._leaving = self._leaving, None
-            self._reopen(line)
-        return lost
+        return self._link is not None
 
     def _take_over(self, link: Link) -> None:
-        """Requests that are drafted for go on where they are, and their text is read at the new link meanwhile; all
-        others begin there."""
-        over, self._leaving, self._line = self._leaving, self._line, DrafterConnection(link)
-        if over is not None:
-            self._forget(over)
-            self._retire(over)
+        if self._link is not None:
+            self._link.retire(f"link of epoch {link.epoch} takes its place")
+            self._leave_link()
+        self._link, self.is_lagging = link, False
         for request in self._requests.values():
-            self._drop_next(request)
-            if not (request.running and request.max_drafts):
-                continue
-            if request.ready:
-                request.next_handle = self._introduce(request, self._line)
-            else:
-                self.close(request, CloseReason.PREEMPTED)
+            if request.running and request.max_drafts:
                 self.open(request)
 
-    def _reopen(self, line: DrafterConnection) -> None:
-        """A link is gone: who was drafted for there goes on where it was about to move, or where there is a link."""
-        self._forget(line)
-        for request in self._requests.values():
-            if request.handle is None and request.running and request.max_drafts:
-                self.open(request)
-
-    def _forget(self, line: DrafterConnection) -> None:
-        """Nobody at the other end knows any request."""
-        for handle, request in line.by_handle.items():
-            if handle == request.next_handle:
-                request.next_handle, request.next_ready = None, False
-            else:
-                self._now_at_next(request)
-        line.by_handle.clear()
-
-    def _retire(self, line: DrafterConnection) -> None:
-        line.link.retire(f"link of epoch {self.epoch} takes its place")
-
-    @property
-    def is_linked(self) -> bool:
-        return self._line is not None
-
-    def _lines(self) -> Iterable[DrafterConnection]:
-        return (line for line in (self._line, self._leaving) if line is not None)
+    def _leave_link(self) -> None:
+        self._link, self._silent_since = None, None
+        self._outbox.clear()
+        for request in self._by_handle.values():
+            request.detach()
+        self._by_handle.clear()
 
     def flush(self) -> None:
-        for line in self._lines():
-            line.flush()
-        if self._leaving is not None and not self._leaving.by_handle:
-            self._retire(self._leaving)
-            self._leaving = None
+        """Sends the messages that have collected."""
+        messages, self._outbox = self._outbox, []
+        if messages and self._link is not None:
+            with suppress(LinkBroken):  # noticed, logged and counted at the next step boundary
+                self._link.post(pack(messages, self._link.capacity_words))
 
     def poll(self, timeout_s: float) -> Received[list[Message]] | None:
-        """The next frame; None: nothing within timeout_s, or within a moment of it while requests move, or no link."""
-        if self._line is None:
-            return None
-        if self._leaving is None:
-            return self._line.poll(timeout_s)
-        for line, wait_s in ((self._line, 0.0), (self._leaving, min(timeout_s, _MOMENT_S))):
-            if (received := line.poll(wait_s)) is not None:
-                return received
-        return None
+        """Returns the next frame; None if nothing comes within timeout_s, or without a link."""
+        received = None if self._link is None else self._link.poll(timeout_s)
+        if received is not None:
+            self._silent_since, self.is_lagging = None, False
+        return received
 
     def check_silence(self) -> None:
-        """A drafter that beats its heart but answers no commit for a whole link deadline hangs."""
+        """Aborts the link of a drafter that has answered no commit for the hang deadline, heartbeats or not."""
         now = self._clock()
-        for line in self._lines():
-            if not line.is_unanswered:
-                line.silent_since = None
-            elif line.silent_since is None:
-                line.silent_since = now
-            elif now - line.silent_since > self._hang_deadline_s:
-                line.link.abort(f"{HANG}: no answer for {self._hang_deadline_s:g} s")
+        if not self.is_unanswered():
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        elif self._link is not None and now - self._silent_since > self._hang_deadline_s:
+            self._link.abort(f"{HANG}: no answer for {self._hang_deadline_s:g} s")
 
-    def nobody_is_asked(self) -> None:
-        """Who was asked is gone: the next commit starts the clock anew."""
-        for line in self._lines():
-            line.silent_since = None
+    def reset_lateness(self) -> None:
+        """Forgets lateness and silence where no commit is unanswered: the next commit is waited for again."""
+        if not self.is_unanswered():
+            self._silent_since, self.is_lagging = None, False
 
-    # What is said.
+    # Messages to the drafter.
 
     def open(self, request: Request) -> None:
-        """The drafter shall follow the request, all its committed tokens first."""
-        if self._line is None:
+        """Opens a request with all its committed tokens. Does nothing without a link."""
+        if self._link is None:
             return
-        request.handle = self._introduce(request, self._line)
-        request.ready = False
-        request.is_asked_no_more()
-
-    def _introduce(self, request: Request, line: DrafterConnection) -> int:
-        """Returns its handle there."""
+        request.detach()
         handle, self._next_handle = self._next_handle, self._next_handle + 1
-        line.by_handle[handle] = request
+        request.handle, self._by_handle[handle] = handle, request
         if self._names_requests:
-            line.outbox.append(Name(handle, request.request_id[:MAX_NAME_LENGTH]))
-        line.outbox.append(
+            self._outbox.append(Name(handle, request.request_id[:MAX_NAME_LENGTH]))
+        self._outbox.append(
             Open(
                 request=handle,
                 prompt_len=len(request.token_ids),
@@ -256,140 +219,103 @@ class DrafterClient:
                 sampling=request.sampling,
             )
         )
-        return handle
 
     def close(self, request: Request, reason: CloseReason) -> None:
-        self._drop_next(request)
-        self._say_close(request.handle, reason)
-        request.handle = None
-        request.ready = False
-        request.is_asked_no_more()
-
-    def _say_close(self, handle: int | None, reason: CloseReason) -> None:
-        for line in self._lines():
-            if handle is not None and line.by_handle.pop(handle, None) is not None:
-                line.outbox.append(Close(handle, reason))
-
-    def _drop_next(self, request: Request) -> None:
-        """It moves no more."""
-        self._say_close(request.next_handle, CloseReason.ABORTED)
-        request.next_handle, request.next_ready = None, False
-
-    def _now_at_next(self, request: Request) -> None:
-        """Where it moves to, it is known by its text; nowhere else any more."""
-        request.handle, request.ready = request.next_handle, request.next_ready
-        request.next_handle, request.next_ready = None, False
-        request.is_asked_no_more()
+        """Closes a request that is open; answers to its handle count as stale from now on."""
+        if request.handle is not None:
+            del self._by_handle[request.handle]
+            self._outbox.append(Close(request.handle, reason))
+        request.detach()
 
     def commit(
         self, request: Request, token_ids: Sequence[int], num_wanted: int, num_on_miss: int
     ) -> PrefetchedProposal | None:
-        """The request's last len(token_ids) tokens were committed by a step. num_wanted, num_on_miss: as in Commit.
-        Returns what was sent ahead for this outcome, whose drafts are the request's now; None: the drafter is asked."""
-        if request.next_ready:
-            self._say_close(request.handle, CloseReason.PREEMPTED)
-            self._now_at_next(request)
+        """Tells the drafter the last len(token_ids) tokens of a request, which a step has committed.
+
+        Returns the prefetched proposal for this outcome, whose drafts are the request's now; None if there is none, and
+        the drafter is asked for drafts.
+
+        Args:
+            num_wanted, num_on_miss: as in Commit.
+        """
         if request.handle is None:
             if num_wanted:
                 self.degrade(request, "no_link")
             return None
         base = len(request.token_ids) - len(token_ids)
-        taken = self._taken(request, base, num_wanted)
-        request.asked = num_wanted > 0 and taken is None
-        leaving = self._leaving
-        # The round waits for the new drafter's answers whatever the old one does.
-        is_late = leaving is not None and leaving.is_late and request.handle in leaving.by_handle
-        request.awaited = request.asked and request.ready and not is_late
-        for line in self._lines():
-            if request.handle in line.by_handle:
-                has_drafts = taken is not None
-                line.outbox.append(Commit(request.handle, base, token_ids, num_wanted, num_on_miss, has_drafts))
-            elif request.next_handle is not None:
-                # Asked there, too: a text that nobody asks for is read when there is nothing else to do.
-                line.outbox.append(Commit(request.next_handle, base, token_ids, num_wanted, num_on_miss))
-        return taken
+        prefetched = self._take_prefetched(request, base, num_wanted)
+        request.asked = num_wanted > 0 and prefetched is None
+        request.awaited = request.asked and request.ready
+        self._outbox.append(
+            Commit(request.handle, base, token_ids, num_wanted, num_on_miss, has_drafts=prefetched is not None)
+        )
+        return prefetched
 
-    def _taken(self, request: Request, base: int, num_wanted: int) -> PrefetchedProposal | None:
-        """What was sent ahead for what has just been committed to a text of `base` tokens, if it is all that is wanted:
-        the drafter may be about to have more."""
-        assert request.handle is not None
-        ahead = request.ahead.get((len(request.token_ids) - 1, request.token_ids[-1]))
+    def _take_prefetched(self, request: Request, base: int, num_wanted: int) -> PrefetchedProposal | None:
+        """Returns the prefetched proposal for the tokens after the first `base`, if it has all the drafts wanted."""
+        found = request.ahead.get((len(request.token_ids) - 1, request.token_ids[-1]))
         request.ahead.clear()
-        if ahead is None or ahead.base_committed_len != base or not 0 < num_wanted <= len(ahead.token_ids):
+        # With fewer drafts than wanted it is better to ask: the drafter may have more by now.
+        if found is None or found.base_committed_len != base or not 0 < num_wanted <= len(found.token_ids):
             return None
-        drafts = list(ahead.token_ids[:num_wanted])
-        request.proposal = Proposals(request.handle, len(request.token_ids), drafts, origin=ahead.origin)
-        return ahead
+        drafts = list(found.token_ids[:num_wanted])
+        request.proposal = Proposals(found.request, len(request.token_ids), drafts, origin=found.origin)
+        return found
 
-    def teach(self, request: Request, lesson: TrainingSample) -> None:
-        """Where it is drafted for; its commits have gone there before."""
-        for line in self._lines():
-            if lesson.request in line.by_handle:
-                line.outbox.append(lesson)
+    def teach(self, sample: TrainingSample) -> None:
+        """Sends a training sample to a drafter that learns. The commits it is about have been sent before."""
+        if sample.request in self._by_handle:
+            self._outbox.append(sample)
 
     def degrade(self, request: Request, cause: str) -> None:
-        """The request decodes plainly for a round. Counts once in its life."""
+        """Notes that a request decodes plainly for a round. Counts once in its life."""
         if not request.degraded:
             request.degraded = True
             self.degraded[cause] = self.degraded.get(cause, 0) + 1
 
-    # What is heard.
+    # Answers.
 
     def hear(self, messages: Iterable[Message]) -> list[tuple[Request, Proposals]]:
-        """Apply the drafter's answers. Those of a closed handle or another committed length are dropped. Returns the
-        answers to last commits, with whose they are."""
+        """Applies the drafter's answers. Returns those to the last commits, each with its request.
+
+        Answers for a closed handle or another committed length are dropped.
+        """
         answers = []
         for message in messages:
-            if not isinstance(message, Proposals | PrefetchedProposal):
-                continue
-            request = next((r for line in self._lines() if (r := line.by_handle.get(message.request))), None)
-            if request is None:
-                self.stale += isinstance(message, Proposals)
-                continue
             if isinstance(message, PrefetchedProposal):
-                # Where a q is sampled from, verification needs it, and there is none with these.
-                wanted = message.request == request.handle and not request.sampling.mode.samples_q
-                if wanted and len(request.ahead) < _MOST_AHEAD:
-                    request.ahead[message.position, message.next_token] = message
-                continue
-            if message.request == request.next_handle:
-                self._hear_from_next(request, message.status)
-                continue
-            is_last = message.base_committed_len == len(request.token_ids)
-            if message.status not in (ProposalStatus.OK, ProposalStatus.READY):
-                if is_last:
+                self._keep_prefetched(message)
+            elif isinstance(message, Proposals):
+                request = self._by_handle.get(message.request)
+                if request is None:
+                    self.stale += 1
+                elif self._apply(request, message):
                     answers.append((request, message))
-                self._refused(request, message.status)
-                continue
-            request.ready = True
-            if message.status is ProposalStatus.OK and is_last:
-                request.awaited = request.asked = False
-                self._take(request, message)
-                answers.append((request, message))
-                continue
-            self.stale += message.status is ProposalStatus.OK
-            # Prefilled, or busy with an older commit until now: the answer to the last commit comes next.
-            request.awaited = request.asked
         return answers
 
-    def is_unanswered(self) -> bool:
-        """See DrafterConnection.is_unanswered."""
-        return any(request.asked for request in self._requests.values())
+    def _keep_prefetched(self, message: PrefetchedProposal) -> None:
+        request = self._by_handle.get(message.request)
+        # Where drafts are sampled, verification needs their q, which a prefetched proposal does not carry.
+        if request is None or request.sampling.mode.samples_q or len(request.ahead) >= _MAX_PREFETCHED:
+            return
+        request.ahead[message.position, message.next_token] = message
 
-    def is_awaited(self) -> bool:
-        return any(request.awaited for request in self._requests.values())
+    def _apply(self, request: Request, answer: Proposals) -> bool:
+        """Returns whether it answers the request's last commit."""
+        is_last = answer.base_committed_len == len(request.token_ids)
+        if answer.status not in (ProposalStatus.OK, ProposalStatus.READY):
+            self._refuse(request, answer.status)
+            return is_last
+        request.ready = True
+        if answer.status is ProposalStatus.OK and is_last:
+            request.awaited = request.asked = False
+            self._accept(request, answer)
+            return True
+        self.stale += answer.status is ProposalStatus.OK
+        # The drafter has read the prompt, or answered an older commit: the answer to the last commit comes next.
+        request.awaited = request.asked
+        return False
 
-    def give_up_waiting(self) -> list[Request]:
-        """Stop waiting in this round. Returns whose answers are late."""
-        late = [request for request in self._requests.values() if request.awaited]
-        for request in late:
-            request.awaited = False
-            self.degrade(request, "late")
-        for line in self._lines():
-            line.is_late = line.is_late or any(request.handle in line.by_handle for request in late)
-        return late
-
-    def _take(self, request: Request, proposal: Proposals) -> None:
+    def _accept(self, request: Request, proposal: Proposals) -> None:
         if not request.sampling.mode.samples_q:
             proposal.q = None
         elif proposal.q is not None and proposal.q.ids.shape[1] != request.sampling.top_n:
@@ -399,21 +325,32 @@ class DrafterClient:
         proposal.token_ids = [int(token) for token in proposal.token_ids][: request.max_drafts]
         request.proposal = proposal
 
-    def _hear_from_next(self, request: Request, status: ProposalStatus) -> None:
-        """Where it is about to move, its text has been read, or will not be: then it stays where it is."""
-        if status in (ProposalStatus.READY, ProposalStatus.OK):
-            request.next_ready = True
-        elif status is not ProposalStatus.NOT_READY:
-            self.refused[status] = self.refused.get(status, 0) + 1
-            self._drop_next(request)
-
-    def _refused(self, request: Request, status: ProposalStatus) -> None:
+    def _refuse(self, request: Request, status: ProposalStatus) -> None:
         self.refused[status] = self.refused.get(status, 0) + 1
         if status in (ProposalStatus.OUT_OF_KV, ProposalStatus.LENGTH):
             self.degrade(request, status.name.lower())
         request.ready = request.awaited = False
-        # A drafter that is still prefilling answers the commit when it is done, the others never do.
+        # A drafter that is still prefilling answers the commit when it is done; the others never do.
         request.asked = request.asked and status is ProposalStatus.NOT_READY
         if status is ProposalStatus.UNKNOWN_REQUEST:
             self.close(request, CloseReason.ABORTED)
             self.open(request)
+
+    # Waiting.
+
+    def is_unanswered(self) -> bool:
+        """Returns whether a commit is out that a healthy drafter would answer, if only with NOT_READY."""
+        return any(request.asked for request in self._requests.values())
+
+    def is_awaited(self) -> bool:
+        """Returns whether the round waits for an answer."""
+        return any(request.awaited for request in self._requests.values())
+
+    def give_up_waiting(self) -> list[Request]:
+        """Stops waiting in this round. Returns the requests whose answers are late."""
+        late = [request for request in self._requests.values() if request.awaited]
+        for request in late:
+            request.awaited = False
+            self.degrade(request, "late")
+        self.is_lagging = self.is_lagging or bool(late)
+        return late

@@ -1,4 +1,4 @@
-"""What the target thought of what it committed, told to a drafter that learns. Pure.
+"""Records the target's likeliest tokens for a drafter that learns.
 
 A step's logits are kept until its round has nothing more urgent to do: tokens are chosen and committed, the drafter is
 at work on the next ones. Only then the likeliest tokens are looked for.
@@ -19,28 +19,35 @@ if TYPE_CHECKING:
 
 
 class Likeliest(Protocol):
+    """Finds the likeliest tokens of some rows of logits."""
+
     def __call__(self, logits: Any, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """ids int32 [n, TAUGHT_TOP] and log_p float16, likewise, of rows of logits [R, V]; the likeliest first."""
+        """Returns ids int32 and log_p float16, [n, TAUGHT_TOP] each, the likeliest first. logits: [R, V]."""
 
 
 class LearningRecorder:
-    """Collects what the target says of the tokens that it commits."""
+    """Collects training samples: what the target predicted where it committed tokens."""
 
     def __init__(self, likeliest: Likeliest) -> None:
         self._likeliest = likeliest
         self._logits: dict[int, Any] = {}
-        """By step."""
+        """By step number."""
 
         self._first_rows: dict[int, dict[str, int]] = {}
+        """By step number: each request's first row of the logits."""
+
         self._committed: list[tuple[int, Request, int, int]] = []
-        """Step, whose, position and number of the tokens."""
+        """Step number, request, position and number of its tokens."""
 
     def enter(self, request: Request, adapter: str = "", *, shows_pictures: bool = False) -> None:
-        """Decide whether it is taught from. adapter: that the target answers it with. shows_pictures: to the target;
-        what it says of them nobody could learn who does not see them.
+        """Decides whether samples are taken of a request.
 
-        Its logits are looked at after they were changed in place for the choice, so that nothing but the model may have
-        had a say in them.
+        Its logits are read after they were changed in place for the choice, so requests whose parameters change them
+        are left out.
+
+        Args:
+            adapter: that the target answers with; its answers are another model's.
+            shows_pictures: the target sees pictures that the drafter does not.
         """
         request.teaches = (
             request.max_drafts > 0
@@ -51,9 +58,9 @@ class LearningRecorder:
             and not changes_logits(request.params)
         )
 
-    def saw(self, step: Step, requests: Sequence[Request], logits: Any) -> None:
-        """The rows of a step, before anything is chosen: request after request, one for each draft and one more."""
-        # No more than the steps in flight: what was never asked for is forgotten.
+    def record_logits(self, step: Step, requests: Sequence[Request], logits: Any) -> None:
+        """Keeps a step's logits: request after request, a row for each draft and one more."""
+        # Keep no more than the steps in flight: some are never asked for.
         for number in sorted(self._logits)[:-1]:
             self._forget(number)
         if not any(request.teaches for request in requests):
@@ -61,17 +68,17 @@ class LearningRecorder:
         first_rows, row = {}, 0
         for request in requests:
             first_rows[request.request_id] = row
-            row += len(step.drafts.get(request.request_id, ())) + 1
+            row += len(step.draft(request.request_id).ids) + 1
         self._logits[step.number], self._first_rows[step.number] = logits, first_rows
 
-    def committed(self, step: Step, request: Request, count: int) -> None:
-        """Its last count tokens were chosen by the step."""
+    def record_commit(self, step: Step, request: Request, count: int) -> None:
+        """Notes that the step chose the last `count` tokens of a request."""
         if request.teaches and step.number in self._logits:
             self._committed.append((step.number, request, len(request.token_ids) - count, count))
 
-    def take(self) -> list[tuple[Request, TrainingSample]]:
-        """What there is to be told, each of a request that still has a handle."""
-        lessons: list[tuple[Request, TrainingSample]] = []
+    def take_samples(self) -> list[TrainingSample]:
+        """Returns the samples since the last call, of requests that are still open at the drafter."""
+        samples: list[TrainingSample] = []
         for number in sorted({entry[0] for entry in self._committed}):
             logits, first_rows = self._logits[number], self._first_rows[number]
             entries = [entry for entry in self._committed if entry[0] == number and entry[1].handle is not None]
@@ -82,11 +89,11 @@ class LearningRecorder:
                 for _, request, position, count in entries:
                     assert request.handle is not None
                     part = slice(at, at + count)
-                    lessons.append((request, TrainingSample(request.handle, position, ids[part], log_p[part])))
+                    samples.append(TrainingSample(request.handle, position, ids[part], log_p[part]))
                     at += count
             self._forget(number)
         self._committed.clear()
-        return lessons
+        return samples
 
     def _forget(self, number: int) -> None:
         del self._logits[number], self._first_rows[number]
@@ -94,7 +101,7 @@ class LearningRecorder:
 
 
 def changes_logits(params: Any) -> bool:
-    """Whether anything of a request's changes its logits before temperature. params: vLLM's SamplingParams."""
+    """Returns whether a request changes its logits before temperature. params: vLLM's SamplingParams."""
     return bool(
         params.presence_penalty
         or params.frequency_penalty

@@ -10,15 +10,18 @@ accepted. K: the most tokens drafted a request and round. Times are seconds, rat
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from outrider.cluster.link.messages import DraftOrigin
+
+logger = logging.getLogger(__name__)
 
 
 class Lengths(NamedTuple):
@@ -79,6 +82,26 @@ class FixedLengths:
     def rates(self) -> tuple[float, float]:
         """Nobody expects anything."""
         return 0.0, 0.0
+
+
+class SafeLengths:
+    """Calls a length controller, and drafts nothing any more once it has raised, so that the engine goes on."""
+
+    def __init__(self, controller: LengthController | FixedLengths) -> None:
+        self._controller = controller
+        self.failures = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            try:
+                return getattr(self._controller, name)(*args)
+            except Exception:
+                logger.exception("the length controller failed: no more drafts until this replica is restarted")
+                self.failures += 1
+                self._controller = FixedLengths(0)
+                return getattr(self._controller, name)(*args)
+
+        return call
 
 
 _PLAN_ROUNDS = 8

@@ -1,7 +1,7 @@
-"""Where each token of an answer came from, told from what the scheduler counts a round. Pure.
+"""Finds out where each token of an answer came from, by the scheduler's counts of each round.
 
 vLLM gives the tokens of several rounds as one when their consumer is slow, and cuts tokens behind a stop string, so
-rounds are logged as they come in and taken again by number of tokens. What does not add up is unknown, never guessed.
+rounds are logged as they come in and taken again by number of tokens. What does not add up is unknown, not guessed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 ACCEPTED, RECOVERED, BONUS, PLAIN, UNKNOWN = "accepted", "recovered", "bonus", "plain", "unknown"
-"""An accepted draft; the target's token in place of a rejected one; its token after drafts that were all accepted; its
-token of a round without drafts; not known."""
+"""The origins: an accepted draft; the target's token in place of a rejected draft; its token after drafts that were all
+accepted; its token of a round without drafts; not known."""
 
 
 @dataclass(frozen=True)
 class SpeculationTotals:
-    """Of one answer, from its start to the end of a round."""
+    """Counts of one answer, from its start to the end of a round."""
 
     drafted_rounds: int = 0
     drafted: int = 0
@@ -25,14 +25,14 @@ class SpeculationTotals:
 
 @dataclass(frozen=True)
 class TakenRounds:
-    """The origins of some tokens, and how many rounds they are of; 0 rounds when that is not known."""
+    """Holds the origins of some tokens, and the number of their rounds; 0 rounds if that is not known."""
 
     origins: tuple[str, ...] = ()
     num_rounds: int = 0
 
 
 def round_origins(num_tokens: int, before: SpeculationTotals, after: SpeculationTotals) -> tuple[str, ...]:
-    """Origins of a round's num_tokens tokens, from the counts before it and after it.
+    """Returns the origins of a round's num_tokens tokens, by the counts before it and after it.
 
     Fewer tokens than the round decided is fine: the last ones were cut off.
     """
@@ -52,7 +52,7 @@ class _Answer:
 
 
 class RoundLog:
-    """Rounds of the requests that are watched. Not thread-safe.
+    """Keeps the rounds of watched requests until their tokens are taken. Not thread-safe.
 
     speculating: whether the engine drafts at all; if not, every token is plain.
     """
@@ -74,7 +74,7 @@ class RoundLog:
         return len(self._requests)
 
     def note(self, request_id: str, index: int, num_tokens: int, totals: SpeculationTotals | None) -> None:
-        """One round of answer index of a watched request. totals: at its end; None when nothing counts them."""
+        """Adds a round of answer `index` of a watched request. totals: at its end; None where nothing counts them."""
         answer = self._requests[request_id].setdefault(index, _Answer())
         if totals is None:
             origins = (UNKNOWN if self._speculating else PLAIN,) * num_tokens
@@ -85,7 +85,7 @@ class RoundLog:
             answer.rounds.append(origins)
 
     def take(self, request_id: str, index: int, num_tokens: int) -> TakenRounds:
-        """Of the next num_tokens tokens of an answer: all of one round or of several."""
+        """Returns the origins of an answer's next num_tokens tokens, which are all of one round or of several."""
         rounds = self._requests.get(request_id, {}).get(index, _Answer()).rounds
         origins: tuple[str, ...] = ()
         num_rounds = 0

@@ -1,4 +1,7 @@
-"""One request as rank 0 knows it, and its sampling as verification and drafter take it. Pure: vLLM is not loaded."""
+"""Holds one request as rank 0 knows it, and converts its sampling for verification and drafter.
+
+vLLM is not loaded here.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from outrider.cluster.link.messages import (
     DraftSampling,
     PrefetchedProposal,
     Proposals,
+    SparseQ,
 )
 from outrider.cluster.modes import Mode, mode_for
 
@@ -24,36 +28,40 @@ if TYPE_CHECKING:
     from outrider.actors.observability.tracing import RoundTrace
 
 EXTRA_ARGS_KEY = "outrider"
-"""In SamplingParams.extra_args. A dict with any of
+"""Names our entry in SamplingParams.extra_args, a dict with any of
 
 - ``num_speculative_tokens``: fewer drafts than the deployment's, 0 for none;
 - ``verification``: ``rejection``, ``block`` or ``coupled``, the request's own choice;
-- ``tenant``: whose memory of answers a suffix drafter may use and add to, a 63-bit number; left out: everybody's;
-- ``caller``: whose request it is, a number for an API key, where requests need one (``actors/round/scheduling.py``);
-- ``learn``: false: no drafter learns from it, nor remembers its answer for others;
-- ``trace_headers``: W3C headers of the request's span in the target, where it is traced;
-- ``timeout_s``: seconds after its arrival in the scheduler from which on that drops the request;
-- ``deadline``: its form on the way through vLLM's serving classes, within one process
+- ``tenant``: the memory of answers that a suffix drafter may use and add to, a 63-bit number; default: shared;
+- ``caller``: a number for the request's API key, where requests need one (``actors/round/scheduling.py``);
+- ``learn``: whether a drafter may learn from it and remember its answer for others; default true;
+- ``trace_headers``: W3C headers of the request's span in the target, if it is traced;
+- ``timeout_s``: seconds after its arrival in the scheduler, which then drops the request;
+- ``deadline``: the same on the way through vLLM's serving classes, within one process
   (actors/serving/openai/checked_engine.py).
 """
 
 GREEDY_BELOW = 1e-5
-"""vLLM's own limit: a lower temperature is greedy."""
+"""Temperatures below this are greedy, as in vLLM."""
 
 _LEAST_TOP_P = 1e-30
-"""The kernels take float32, where less could become 0. The likeliest token alone is left long before."""
+"""The least top_p for the kernels: a lower one could become 0 in float32, and leaves one token all the same."""
 
 
 def random_seed() -> int:
-    """A seed for a request that brought none. From the operating system: requests must never share one."""
+    """Returns a seed for a request without one, from the operating system: requests must never share one."""
     return secrets.randbits(63)
 
 
 def sampling_of(params: Any, deployment: str) -> DraftSampling:
-    """How a request's tokens are chosen: fixed for its life, preemptions included, and without what a drafter alone is
-    told. params: vLLM's SamplingParams. deployment: the configured ``speculation.verification``.
+    """Returns how a request's tokens are chosen, fixed for its life, preemptions included.
 
-    Raises ValueError for a choice of verification that the request's other parameters rule out.
+    Args:
+        params: vLLM's SamplingParams.
+        deployment: the configured ``speculation.verification``.
+
+    Raises:
+        ValueError: the request's other parameters rule out its choice of verification.
     """
     mode = mode_for(
         greedy=params.temperature < GREEDY_BELOW,
@@ -77,7 +85,12 @@ def sampling_of(params: Any, deployment: str) -> DraftSampling:
 
 
 def as_drafted(sampling: DraftSampling, params: Any, top_n: int, vocab_size: int) -> DraftSampling:
-    """With what the drafter is told. params: the same as for `sampling_of`; top_n: the configured ``draft_top_n``."""
+    """Returns `sampling` with what only the drafter needs to know.
+
+    Args:
+        params: the same as for `sampling_of`.
+        top_n: the configured ``draft_top_n``.
+    """
     biases, only_biased = _biases(params, vocab_size)
     return replace(
         sampling,
@@ -90,16 +103,28 @@ def as_drafted(sampling: DraftSampling, params: Any, top_n: int, vocab_size: int
 
 
 def check_for_ranks(params: Any) -> None:
-    """params: vLLM's SamplingParams, at the door. Raises ValueError or KeyError for what rank 0, or the drafter's link,
-    would trip over: an exception there ends the engine."""
+    """Raises ValueError or KeyError for parameters that rank 0 or the link cannot take.
+
+    An exception there would end the engine. params: vLLM's SamplingParams.
+    """
     as_drafted(sampling_of(params, "coupled"), params, MAX_TOP_N, MAX_INT31)
+
+
+@dataclass(slots=True)
+class Draft:
+    """The draft tokens of one request in one step, and the distribution they were drawn from."""
+
+    ids: list[int] = field(default_factory=list)
+    q: SparseQ | None = None
+    """At least as many rows as ids. None: the tokens were not drawn from a distribution."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Everything rank 0 knows of a request, from its first step to its last, preemptions included.
+    """Holds everything rank 0 knows of a request, from its first step to its last, preemptions included.
 
-    token_ids: committed, prompt and output. max_drafts: of a round; 0: it decodes plainly, and no drafter hears of it.
+    token_ids: committed, prompt and output. max_drafts: in one round; with 0 it decodes plainly, and no drafter hears
+    of it.
     """
 
     request_id: str
@@ -107,7 +132,7 @@ class Request:
     """vLLM's SamplingParams."""
 
     sampling: DraftSampling
-    """How its tokens are chosen, and, where any are, its drafts."""
+    """How its tokens and its drafts are chosen."""
 
     token_ids: list[int]
     num_prompt_tokens: int
@@ -117,47 +142,41 @@ class Request:
     """False from a preemption until it is resumed."""
 
     ended: bool = False
-    """Its last token has been committed. Steps that were scheduled before that was known have nothing to do for it."""
+    """Its last token has been committed. Steps scheduled before that was known have nothing to do for it."""
 
-    # What is known of the drafter's side of it; actors/round/drafter_client.py writes these.
+    # The drafter's side of it, written by DrafterClient.
 
     handle: int | None = None
-    """Stands for the request on the link. Never used twice on a link, so an answer to an earlier life of the request
-    (before a preemption) finds nobody. None while it is not open on any."""
-
-    next_handle: int | None = None
-    """Likewise, on the link that it moves to while another drafts for it. None: it does not move."""
-
-    next_ready: bool = False
-    """Its text has been read there: the next commit moves it."""
+    """Names the request on the link; None while it is not open. A handle is never used twice, so that an answer from
+    before a preemption finds no request."""
 
     ready: bool = False
-    """The drafter has drafted for this handle, so a round may wait for it."""
+    """The drafter has read its text, so a round may wait for an answer."""
 
     asked: bool = False
-    """The drafter has been told of a commit and has not answered it."""
+    """The drafter has not answered its last commit yet."""
 
     awaited: bool = False
-    """It was asked, and the round waits for the answer."""
+    """The round waits for the answer to its last commit."""
 
     proposal: Proposals | None = None
-    """A continuation of exactly token_ids. Kept until the next commit, whatever becomes of the link: the scheduler may
-    hold its drafts, and verification needs the q they were drawn from."""
+    """A continuation of exactly token_ids. It is kept until the next commit, whatever becomes of the link, because the
+    scheduler may hold its drafts, and verification needs the q they were drawn from."""
 
     ahead: dict[tuple[int, int], PrefetchedProposal] = field(default_factory=dict)
-    """What the drafter has sent for outcomes of the round that is being verified, by position and next token."""
+    """Prefetched proposals for outcomes of the round that is being verified, by position and next token."""
 
     teaches: bool = False
-    """The drafter is told what the target thinks of its tokens (actors/round/learning_recorder.py)."""
+    """Training samples are taken of it (actors/round/learning_recorder.py)."""
 
     degraded: bool = False
-    """It has decoded plainly for another reason than the length controller's choice."""
+    """It has decoded plainly for a reason other than the length controller's choice."""
 
     estimate: Estimate = field(default_factory=Estimate)
-    """What the length controller knows of it."""
+    """The length controller's record of it."""
 
     trace: RoundTrace | None = None
-    """Where its rounds are traced."""
+    """Set where its rounds are traced."""
 
     @classmethod
     def of(
@@ -171,10 +190,16 @@ class Request:
         *,
         shows_pictures: bool = False,
     ) -> Request:
-        """params: vLLM's SamplingParams; token_ids: prompt and output so far; adapter: see Arrival. shows_pictures: its
-        prompt's ids do not say all of it.
+        """Makes a request of what vLLM says of it.
 
-        Raises ValueError for a choice of verification that the request's other parameters rule out.
+        Args:
+            params: vLLM's SamplingParams.
+            token_ids: prompt and output so far.
+            adapter: see Arrival.
+            shows_pictures: its prompt has pictures beside the ids.
+
+        Raises:
+            ValueError: the request's other parameters rule out its choice of verification.
         """
         sampling = sampling_of(params, deployment.verification)
         most = deployment.num_speculative_tokens
@@ -188,8 +213,9 @@ class Request:
             sampling = replace(sampling, tenant=tenant, adapter=deployment.draft_adapters.get(adapter, 0))
         return cls(request_id, params, sampling, token_ids, num_prompt_tokens, max_drafts)
 
-    def is_asked_no_more(self) -> None:
-        """No answer to its last commit counts any more, nor what was sent ahead."""
+    def detach(self) -> None:
+        """Forgets the handle: no answer to a commit counts any more, nor any prefetched proposal."""
+        self.handle, self.ready = None, False
         self.asked = self.awaited = False
         self.ahead.clear()
 
@@ -201,12 +227,14 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    @property
-    def drafts(self) -> list[int]:
-        return [] if self.proposal is None else list(self.proposal.token_ids)
+    def draft(self, most: int) -> Draft:
+        """Returns the first `most` tokens of the proposal with their q."""
+        if self.proposal is None:
+            return Draft()
+        return Draft(list(self.proposal.token_ids[:most]), self.proposal.q)
 
     def is_finished_by(self, token_ids: list[int], max_model_len: int) -> bool:
-        """Whether the scheduler will end it on what was just committed, as far as a worker can tell."""
+        """Returns whether the scheduler will end it on what was just committed, as far as a worker can tell."""
         params = self.params
         ends = set(params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids
         return (
@@ -218,9 +246,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What all requests of a deployment have in common. num_speculative_tokens: 0 without a drafter.
-    remembers_answers: the drafter drafts from other requests' answers; a draft model keeps prompts, which are the same
-    to it whatever adapter the target has. draft_adapters: those that it has adapters of its own for, and their numbers.
+    """Holds what all requests of a deployment have in common.
+
+    num_speculative_tokens: 0 without a drafter. remembers_answers: the drafter drafts from other requests' answers.
+    draft_adapters: the drafter's own numbers for the target's adapters, where it has any.
     """
 
     verification: str
@@ -233,31 +262,35 @@ class Deployment:
 
 
 def carried(params: Any) -> dict[str, Any]:
-    """What our request brought through vLLM. params: vLLM's SamplingParams."""
+    """Returns the entries of EXTRA_ARGS_KEY in vLLM's SamplingParams."""
     ours: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
     return ours
 
 
 def acceptance_group(adapter: str, shows_pictures: bool) -> str:
-    """Requests by what their answers and their drafts' acceptance depend on beside the text: an adapter, in whose name
-    there are no spaces, and pictures, of which the drafter sees none and the same text may go on in many ways."""
+    """Returns a name for the requests whose acceptance is alike: those of an adapter, with or without pictures.
+
+    Adapters' names contain no spaces. The drafter sees no pictures, so the same text may go on in many ways.
+    """
     return f"{adapter} with pictures" if shows_pictures else adapter
 
 
 def _tenant_of(tenant: int, adapter: str) -> int:
-    """Whose memory of answers a tenant's requests with an adapter use and add to: nobody else's, nor its others'."""
+    """Returns the tenant number for the memory of a tenant's answers with an adapter."""
     digest = blake2b(tenant.to_bytes(8, "little") + adapter.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _as_int64(seed: int) -> int:
-    """vLLM counts seeds up for n > 1, past the end of 64 bits too."""
+    """Wraps a seed to int64: vLLM counts seeds up for n > 1, beyond 64 bits too."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def _biases(params: Any, vocab_size: int) -> tuple[tuple[tuple[int, float], ...], bool]:
-    """logit_bias, allowed_token_ids and bad words of one token, as far as a message has room for them. What the
-    drafter is not told costs acceptance only."""
+    """Returns logit_bias, allowed_token_ids and bad words of one token, and whether only biased tokens are allowed.
+
+    A message has room for MAX_BIASED_TOKENS. What the drafter is not told costs acceptance only.
+    """
     biases: dict[int, float] = {}
     only_biased = bool(params.allowed_token_ids) and len(params.allowed_token_ids) <= MAX_BIASED_TOKENS
     if only_biased:

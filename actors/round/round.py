@@ -1,4 +1,4 @@
-"""The round, on the process that holds the target's rank 0, because the logits are there.
+"""Runs the round on the process that holds the target's rank 0, because the logits are there.
 
 The order of events, each with the step it belongs to:
 
@@ -11,26 +11,25 @@ Drafts and their q belong to a step. The steps in flight are `Round.steps`: one 
 is done, two where it schedules one ahead and begins a step between the choice and the commit of the one before. What a
 request is like is read from its `Request`, never from what the scheduler expects.
 
-The engine's step thread calls all of this; the link's threads and the keeper (which makes and remakes the link) work
-beside it and meet it in queues only.
+The engine's step thread makes all of these calls. The link's threads, and the keeper that makes and remakes the link,
+run beside it and meet it in queues only.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 from outrider.actors.observability.logs import about
 from outrider.actors.observability.tracing import RoundTracer
-from outrider.actors.round.deadline import RoundDeadline
-from outrider.actors.round.drafter_client import DrafterClient
+from outrider.actors.round.drafter_client import DrafterClient, RoundDeadline
 from outrider.actors.round.learning_recorder import LearningRecorder
-from outrider.actors.round.length import FixedLengths, LengthController, Lengths
-from outrider.actors.round.request import Deployment, Request, acceptance_group, carried
+from outrider.actors.round.length import FixedLengths, LengthController, SafeLengths
+from outrider.actors.round.request import Deployment, Draft, Request, acceptance_group, carried
 from outrider.actors.round.statistics import RoundStatistics, RoundTimes
 from outrider.cluster.config import LinkConfig
 from outrider.cluster.drafter_registry import Work
@@ -42,25 +41,22 @@ from outrider.cluster.link.messages import (
     PrefetchedProposal,
     Proposals,
     ProposalStatus,
-    SparseQ,
 )
 
 logger = logging.getLogger(__name__)
 
-NO_DRAFTS = Lengths(0, 0)
-
 UNUSABLE = -1
-"""In place of a draft's id: verification ends the request's drafts there."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
+"""Stands in place of a draft's id: verification ends the request's drafts there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that a step is the first to hold. params: vLLM's SamplingParams. prompt_token_ids: None where a prompt
-    has no ids, and nothing can be drafted. adapter: that the target answers it with; empty: none. num_pictures: in the
-    prompt, whose ids only say where they are."""
+    """Describes a request in the first step that holds it.
+
+    params: vLLM's SamplingParams. prompt_token_ids: None where a prompt has no ids, and nothing can be drafted.
+    adapter: the LoRA adapter the target answers with; empty for none. num_pictures: pictures in the prompt, whose ids
+    only mark their places.
+    """
 
     request_id: str
     params: Any
@@ -72,64 +68,73 @@ class Arrival:
 
 @dataclass(slots=True)
 class Step:
-    """One step of the engine's, from its start to its commits.
+    """Holds one step of the engine, from its start to its commits.
 
-    num_tokens: scheduled, of all requests. drafts: scheduled ids of each request that has any. decodes_only: no prefill
-    is among its requests.
+    num_tokens: scheduled for all requests. drafts: by request, of those that have any. decodes_only: no request of it
+    is in its prefill.
     """
 
     number: int
     num_requests: int
     num_tokens: int
     decodes_only: bool
-    drafts: dict[str, list[int]]
+    drafts: dict[str, Draft]
     arrived: Sequence[Arrival] = ()
     resumed: Iterable[str] = ()
     finished: Iterable[str] = ()
     preempted: Iterable[str] = ()
 
-    q: dict[str, SparseQ] = field(default_factory=dict)
-    """What the drafts were drawn from, at least as many rows as drafts; nothing for those that were not drawn."""
-
     allowed: dict[str, int] = field(default_factory=dict)
-    """How many of a request's drafts its grammar allows, where that was known when all of them were in the batch."""
-
-    @classmethod
-    def of(cls, number: int, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]], **events: Any) -> Step:
-        """num_tokens: scheduled of each request. drafts: likewise, no alias of them is kept. events: who comes and
-        goes."""
-        step = cls(number, 0, 0, True, {}, **events)
-        step.schedule(num_tokens, drafts)
-        return step
-
-    def schedule(self, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> None:
-        """What is to run, as in `of`. Once more where the step was scheduled before all of it was known."""
-        self.num_requests, self.num_tokens = len(num_tokens), sum(num_tokens.values())
-        self.drafts = {request_id: list(ids) for request_id, ids in drafts.items() if ids}
-        self.decodes_only = bool(num_tokens) and all(
-            count == 1 + len(self.drafts.get(request_id, ())) for request_id, count in num_tokens.items()
-        )
-
-    def num_drafts(self, request_id: str) -> int:
-        """That count as drafts."""
-        return self.allowed.get(request_id, len(self.drafts.get(request_id, ())))
+    """How many of a request's drafts its grammar allows, where that was known only after they were in the batch."""
 
     overlaps: bool = False
-    """It is launched before what the step before it chose has been read: there are no drafts."""
-
-    @property
-    def width(self) -> int:
-        """Columns of the step's committed ids. Two at least where vLLM reads them at once: with one it takes what is in
-        it for a token, and -1 says that there is none."""
-        return 1 if self.overlaps else max([1, *map(len, self.drafts.values())]) + 1
+    """It is launched before the choice of the step before it has been read: there are no drafts."""
 
     started_s: float = 0.0
     target_s: float = 0.0
     wait_s: float = 0.0
-    """For the proposals of the step that follows."""
+    """The wait for the proposals of the step that follows."""
 
     draft_work_us: int = 0
     is_committed: bool = False
+
+    @classmethod
+    def of(cls, number: int, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]], **events: Any) -> Step:
+        """Makes a step of what the scheduler says.
+
+        Args:
+            num_tokens: scheduled for each request.
+            drafts: ids scheduled for each request; UNUSABLE where they are not known yet.
+            events: requests that come and go.
+        """
+        known = {request_id: Draft(list(ids)) for request_id, ids in drafts.items() if ids}
+        step = cls(number, 0, 0, True, known, **events)
+        step.count(num_tokens)
+        return step
+
+    def count(self, num_tokens: Mapping[str, int]) -> None:
+        """Counts the tokens scheduled for each request, once more after drafts have come that were not known before."""
+        self.num_requests, self.num_tokens = len(num_tokens), sum(num_tokens.values())
+        self.decodes_only = bool(num_tokens) and all(
+            count == 1 + len(self.draft(request_id).ids) for request_id, count in num_tokens.items()
+        )
+
+    def draft(self, request_id: str) -> Draft:
+        """Returns the request's draft, without tokens if it has none."""
+        return self.drafts.get(request_id) or Draft()
+
+    def num_drafts(self, request_id: str) -> int:
+        """Returns how many draft tokens of a request count as drafted."""
+        return self.allowed.get(request_id, len(self.draft(request_id).ids))
+
+    @property
+    def width(self) -> int:
+        """Returns the number of columns of the step's committed ids.
+
+        It is at least two where vLLM reads them at once: with one column it takes its value for a token, and -1 says
+        that there is none.
+        """
+        return 1 if self.overlaps else max([1, *(len(draft.ids) for draft in self.drafts.values())]) + 1
 
 
 class Chooser(Protocol):
@@ -139,7 +144,7 @@ class Chooser(Protocol):
 
 
 class Round:
-    """One deployment's rounds. Every method but offer_link is for the engine's step thread."""
+    """Runs one deployment's rounds. Every method but `offer_link` and `work` is for the engine's step thread."""
 
     def __init__(
         self,
@@ -150,42 +155,43 @@ class Round:
         *,
         names_requests: bool = False,
         tracer: RoundTracer | None = None,
-        teaching: LearningRecorder | None = None,
+        recorder: LearningRecorder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """names_requests: tell the drafter their ids, for its log. tracer: where rounds are traced. teaching: with a
-        drafter that learns."""
+        """Args:
+        names_requests: send the drafter the requests' ids, for its log.
+        tracer: where rounds are traced.
+        recorder: with a drafter that learns.
+        """
         self.requests: dict[str, Request] = {}
         self.steps: deque[Step] = deque()
-        """Those whose time runs: the last, and the one before it until it is committed."""
+        """The steps being timed: the last one, and the one before it until it is committed."""
 
         self.deployment = deployment
         self.statistics = RoundStatistics()
         self._choose = choose
-        self._lengths = lengths
-        self._length_controller_failures = 0
-        self._wanted: dict[int, int] = {}
+        self._lengths = SafeLengths(lengths)
+        self._wanted: Counter[int] = Counter()
         """Commits by the number of drafts wanted."""
 
         self._clock = clock
         self._tracer = tracer
-        self._teaching = teaching
+        self._recorder = recorder
         self._deadline = RoundDeadline(link.round_deadline_ms / 1e3, link.round_deadline_steps)
         self._drafter = DrafterClient(self.requests, link.link_deadline_ms / 1e3, clock, names_requests)
-        self._lagging = False
-        """The last answer was late: no waiting until the drafter is heard from."""
-
         self._warned_of_bad_proposals = False
 
     def offer_link(self, link: Link) -> None:
-        """A new link is up. Taken over at the next step boundary, and the one before it is ended. Any thread."""
+        """Offers a new link, which replaces the one before it at the next step boundary. Any thread may call this."""
         self._drafter.offer(link)
 
     # One round.
 
     def begin(self, step: Step) -> None:
-        """Opened and closed requests reach the drafter before the forward pass, and the books on the last step's time
-        are closed. A step without tokens only tells who is finished."""
+        """Tells the drafter before the forward pass which requests have come and gone.
+
+        Also closes the books on the time of the step before. A step without tokens only says who is finished.
+        """
         if step.num_tokens:
             self._keep_time(step)
         for request_id in step.finished:
@@ -197,34 +203,38 @@ class Round:
         for request_id in step.resumed:
             self._pause(request_id)
             self._follow(self.requests[request_id])
+        for request_id, draft in step.drafts.items():
+            if draft.ids[0] != UNUSABLE:  # else they are not known before `settle`
+                self._attach_q(self.requests[request_id], draft)
         # A step that was scheduled ahead begins while the answers to the commit before it are on their way.
-        self._check_link(at_boundary=not self._drafter.is_awaited())
-        if not self._drafter.is_unanswered():
-            # Who was asked is gone; the next commit starts the clock anew, and is waited for.
-            self._drafter.nobody_is_asked()
-            self._lagging = False
+        self._drafter.check_link(at_boundary=not self._drafter.is_awaited())
+        self._drafter.reset_lateness()
         self._drafter.flush()
         if not self.requests:
-            self._goes_idle()
+            # The idle time until the next request belongs to no round.
+            self.steps.clear()
+            if self._tracer is not None:
+                self._tracer.waited(0.0)
 
     def choose(self, step: Step, request_ids: Sequence[str], logits: Any, metadata: Any) -> Any:
-        """Every token of the step, drafts verified. request_ids: in the order of the logits' rows. See Chooser."""
-        for request_id, drafts in step.drafts.items():
-            request = self.requests[request_id]
-            if request.sampling.mode.samples_q:
-                if drafts == request.drafts[: len(drafts)]:  # the scheduler may cut
-                    if request.proposal is not None and request.proposal.q is not None:
-                        step.q[request_id] = request.proposal.q
-                else:
-                    step.drafts[request_id] = [UNUSABLE] * len(drafts)
+        """Chooses every token of the step and verifies its drafts.
+
+        Args:
+            request_ids: in the order of the rows of the logits.
+            logits, metadata: see Chooser.
+        """
         requests = [self.requests[request_id] for request_id in request_ids]
-        if self._teaching is not None:
-            self._teaching.saw(step, requests, logits)
+        if self._recorder is not None:
+            self._recorder.record_logits(step, requests, logits)
         return self._choose(logits, requests, step, metadata)
 
     def commit(self, step: Step, committed: Mapping[str, list[int]]) -> None:
-        """What the step chose for each request: the accepted drafts and the next token; nothing where a prompt is not
-        done. Requests that were aborted since are ignored."""
+        """Appends what the step chose, and tells the drafter.
+
+        Args:
+            committed: for each request the accepted drafts and the next token; nothing where a prompt is not done.
+                Requests that were aborted since are ignored.
+        """
         step.is_committed = True
         going_on: list[Request] = []
         for request_id, token_ids in committed.items():
@@ -234,103 +244,120 @@ class Round:
             request.token_ids.extend(token_ids)
             request.proposal, request.asked, request.awaited = None, False, False
             self.statistics.count(drafted, len(token_ids))
-            if self._teaching is not None:
-                self._teaching.committed(step, request, len(token_ids))
+            if self._recorder is not None:
+                self._recorder.record_commit(step, request, len(token_ids))
             if request.trace is not None and self._tracer is not None:
                 self._tracer.committed(request.trace, drafted, len(token_ids), self._drafter.epoch)
             if drafted:
-                self._guarded(self._lengths.observe_round, request.estimate, drafted, len(token_ids) - 1)
+                self._lengths.observe_round(request.estimate, drafted, len(token_ids) - 1)
             request.ended = request.is_finished_by(token_ids, self.deployment.max_model_len)
             if request.running and not request.ended:
                 going_on.append(request)
-        lengths = self._guarded(self._lengths.choose, [request.estimate for request in going_on])
-        self._hear_what_came(step)
-        for request, wanted in zip(going_on, lengths or [NO_DRAFTS] * len(going_on), strict=True):
+        lengths = self._lengths.choose([request.estimate for request in going_on])
+        self._read_answers(step)
+        for request, wanted in zip(going_on, lengths, strict=True):
             if request.max_drafts:
                 k = min(wanted.k, request.max_drafts)
-                self._wanted[k] = self._wanted.get(k, 0) + 1
-                ahead = self._drafter.commit(request, committed[request.request_id], k, min(wanted.k_miss, k))
-                if ahead is not None:
+                self._wanted[k] += 1
+                prefetched = self._drafter.commit(request, committed[request.request_id], k, min(wanted.k_miss, k))
+                if prefetched is not None:
                     self.statistics.foreseen += 1
-                    self._answered(request, ahead.origin, k, ahead.step_us, 0.0)
+                    self._count_answer(request, prefetched.origin, k, prefetched.step_us, 0.0)
         self._drafter.flush()
 
     def take_drafts(self, step: Step, request_ids: Sequence[str]) -> list[list[int]]:
-        """Proposals for the step after `step`, one list per request, waiting no longer than the round's deadline. Those
-        of a request that then sits a step out are handed out again.
+        """Waits for the proposals for the step after `step`, no longer than the round's deadline.
 
-        After a round whose answer was late there is no waiting until the drafter is heard from again.
+        After a round whose answer was late it does not wait until the drafter is heard from again. Returns one list for
+        each request; drafts of a request that then sits a step out are handed out again.
         """
         started = self._clock()
-        self._check_link()
-        self._teach()
+        self._send_training_samples()
         longest_s = self._deadline.longest_s
-        deadline = started + (0.0 if self._lagging else longest_s)
-        while self._drafter.is_linked:
+        deadline = started + (0.0 if self._drafter.is_lagging else longest_s)
+        while self._drafter.check_link():
             remaining = deadline - self._clock() if self._drafter.is_awaited() else 0.0
             received = self._drafter.poll(max(remaining, 0.0))
             if received is not None:
-                self._lagging = False
                 deadline = started + longest_s
                 step.draft_work_us += received.work_us
                 self._take(received.messages, received.nbytes, self._clock() - started)
-                continue
-            self._check_link()
-            if not self._drafter.is_awaited() or self._clock() >= deadline:
+            elif not self._drafter.is_awaited():
                 break
+            if self._clock() >= deadline:  # also for a drafter that sends one frame after another
+                break
+        has_waited = not self._drafter.is_lagging
         late = self._drafter.give_up_waiting()
-        if late:
-            self.statistics.late_rounds += len(late)
-            if not self._lagging:  # else nobody waited, which says nothing of how long it would have taken
+        self.statistics.late_rounds += len(late)
+        if has_waited:  # else it is not known how long the answers would have taken
+            for request in late:
                 waited_s = self._clock() - started
-                for request in late:
-                    self._guarded(self._lengths.observe_answer, request.estimate, DraftOrigin.NONE, 0, 0.0, waited_s)
-            self._lagging = True
+                self._lengths.observe_answer(request.estimate, DraftOrigin.NONE, 0, 0.0, waited_s)
         self._drafter.check_silence()
         self._drafter.flush()
         waited_s = self._clock() - started
         step.wait_s += waited_s
         if self._tracer is not None:
             self._tracer.waited(waited_s)
-        return [r.drafts if (r := self.requests.get(request_id)) is not None else [] for request_id in request_ids]
-
-    def _teach(self) -> None:
-        """While the drafter is at work on its answers. An error here must not end the engine."""
-        if self._teaching is None:
-            return
-        try:
-            for request, lesson in self._teaching.take():
-                self._drafter.teach(request, lesson)
-            self._drafter.flush()
-        except Exception:
-            logger.exception("lessons failed: nothing is taught any more until this replica is restarted")
-            self._teaching = None
+        return [self._proposed(request_id).ids for request_id in request_ids]
 
     def settle(self, step: Step, request_ids: Sequence[str], slots: Sequence[int]) -> list[list[int] | None]:
-        """`take_drafts` for a step that was scheduled while the one before it ran, and has begun: no more drafts of
-        each request than it has slots. None for a request that has ended: there is nothing to do for it."""
-        drafts = self.take_drafts(step, request_ids)
+        """Waits for the drafts of a step that was scheduled while the one before it ran, and makes them the step's.
+
+        Returns the ids for each request, no more than it has slots; None for a request that has ended, for which there
+        is nothing to do.
+        """
+        self.take_drafts(step, request_ids)
         if self._tracer is not None:
             self._tracer.step_starts()
-        self._check_link(at_boundary=True)
+        self._drafter.check_link(at_boundary=True)
         self._drafter.flush()
         ended = {request_id for request_id in request_ids if (r := self.requests.get(request_id)) and r.ended}
-        return [
-            None if request_id in ended else ids[:room]
-            for request_id, ids, room in zip(request_ids, drafts, slots, strict=True)
-        ]
+        drafts = {
+            request_id: self._proposed(request_id, most)
+            for request_id, most in zip(request_ids, slots, strict=True)
+            if request_id not in ended
+        }
+        step.drafts = {request_id: draft for request_id, draft in drafts.items() if draft.ids}
+        return [None if request_id in ended else list(drafts[request_id].ids) for request_id in request_ids]
 
-    # Beside it.
+    def _proposed(self, request_id: str, most: int | None = None) -> Draft:
+        request = self.requests.get(request_id)
+        return Draft() if request is None else request.draft(request.max_drafts if most is None else most)
+
+    def _attach_q(self, request: Request, draft: Draft) -> None:
+        """Completes a draft that has been through vLLM's scheduler, which passes on ids only and may cut their end."""
+        if not request.sampling.mode.samples_q:
+            return
+        if request.proposal is None or len(draft.ids) > len(request.proposal.token_ids):
+            draft.ids[:] = [UNUSABLE] * len(draft.ids)
+        else:
+            draft.q = request.proposal.q
+
+    def _send_training_samples(self) -> None:
+        """Sends them while the drafter is busy with its answers. An error here must not end the engine."""
+        if self._recorder is None:
+            return
+        try:
+            for sample in self._recorder.take_samples():
+                self._drafter.teach(sample)
+            self._drafter.flush()
+        except Exception:
+            logger.exception("training samples failed: no more are sent until this replica is restarted")
+            self._recorder = None
+
+    # State that others ask for.
 
     def is_structured(self, request_id: str) -> bool:
+        """Returns whether a request has structured output."""
         return self.requests[request_id].params.structured_outputs is not None
 
     def has_no_next_token(self, request_id: str) -> None:
-        """The scheduler is told, and ends the request."""
+        """Ends a request here that the scheduler ends because no token can be chosen for it."""
         self.requests[request_id].ended = True
 
     def proposal_was_bad(self, request_id: str) -> None:
-        """Verification could not use a proposal: its request decoded plainly this round."""
+        """Counts a proposal that verification could not use: its request has decoded plainly this round."""
         self._drafter.unusable += 1
         self._drafter.degrade(self.requests[request_id], "unusable")
         if not self._warned_of_bad_proposals:
@@ -339,24 +366,27 @@ class Round:
             logger.warning(message, request_id, extra=about(request_id))
 
     def work(self) -> Work:
-        """What the target does now. Any thread."""
-        rate, plain_rate = self._guarded(self._lengths.rates) or (0.0, 0.0)
+        """Returns what the target does now. Any thread may call this."""
+        rate, plain_rate = self._lengths.rates()
         rows = sum(each.running and not each.ended and each.max_drafts > 0 for each in tuple(self.requests.values()))
         return Work(rows, rate, plain_rate)
 
     def reset_statistics(self) -> None:
-        """Forget the rounds of the warm-up."""
+        """Forgets the rounds of the warm-up."""
         self.statistics = RoundStatistics()
-        self._deadline.forget()
+        self._deadline.reset()
         self.steps.clear()
 
     def status(self) -> dict[str, Any]:
-        """In plain values. Asked for every couple of seconds, between two steps: by this a target that idles, and makes
-        none, goes to another drafter, too."""
+        """Returns the status in plain values.
+
+        It is asked for every couple of seconds, between two steps. A target that idles makes no steps, and takes over a
+        new link here.
+        """
         if not self.requests:
-            self._check_link(at_boundary=True)
+            self._drafter.check_link(at_boundary=True)
             self._drafter.flush()
-        lengths = self._guarded(self._lengths.snapshot)
+        lengths = self._lengths.snapshot()
         return {
             **self.statistics.snapshot(),
             "dropped_proposals": self._drafter.stale + self._drafter.unusable,
@@ -365,8 +395,10 @@ class Round:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """What is exported, in plain values: counts, histograms in seconds, the length controller's state. Cheap, for
-        the next step waits for it."""
+        """Returns what is exported, in plain values: counts, histograms in seconds, the length controller's state.
+
+        It is cheap, because the next step waits for it.
+        """
         drafter = self._drafter
         return {
             **self.statistics.counts(),
@@ -377,17 +409,16 @@ class Round:
             "refused": {status.name.lower(): count for status, count in drafter.refused.items()},
             "wanted": {str(k): count for k, count in sorted(self._wanted.items())},
             "degraded": dict(drafter.degraded),
-            "length_controller_failures": self._length_controller_failures,
-            "lengths": self._guarded(self._lengths.snapshot) or {},
+            "length_controller_failures": self._lengths.failures,
+            "lengths": self._lengths.snapshot(),
         }
 
     # Requests that come and go.
 
     def _enter(self, arrival: Arrival) -> None:
         self._leave(arrival.request_id, CloseReason.ABORTED)
-        prompt = arrival.prompt_token_ids
+        prompt, has_pictures = arrival.prompt_token_ids, arrival.num_pictures > 0
         token_ids = [0] * arrival.num_prompt_tokens if prompt is None else list(prompt)
-        shown = arrival.num_pictures > 0
         request = Request.of(
             arrival.request_id,
             arrival.params,
@@ -395,24 +426,23 @@ class Round:
             arrival.num_prompt_tokens,
             self.deployment,
             arrival.adapter,
-            shows_pictures=shown,
+            shows_pictures=has_pictures,
         )
-        self.statistics.picture_requests += shown
-        if prompt is None or (shown and not self._can_be_read(token_ids)):
+        self.statistics.picture_requests += has_pictures
+        if prompt is None or (has_pictures and not self._is_text(token_ids)):
             request.max_drafts = 0
         if self._tracer is not None and (headers := carried(arrival.params).get("trace_headers")) is not None:
             request.trace = self._tracer.track(headers)
         if request.max_drafts:
-            kind = acceptance_group(arrival.adapter, shown)
-            estimate = self._guarded(self._lengths.track, request.max_drafts, kind)
-            request.estimate = estimate or request.estimate
-        if self._teaching is not None:
-            self._teaching.enter(request, arrival.adapter, shows_pictures=shown)
+            group = acceptance_group(arrival.adapter, has_pictures)
+            request.estimate = self._lengths.track(request.max_drafts, group)
+        if self._recorder is not None:
+            self._recorder.enter(request, arrival.adapter, shows_pictures=has_pictures)
         self.requests[arrival.request_id] = request
         self._follow(request)
 
-    def _can_be_read(self, token_ids: Sequence[int]) -> bool:
-        """By a drafter, as text: some models mark the place of a picture with ids that no vocabulary has."""
+    def _is_text(self, token_ids: Sequence[int]) -> bool:
+        """Returns whether a drafter can read the ids: some models mark pictures with ids outside of any vocabulary."""
         return min(token_ids, default=0) >= 0 and max(token_ids, default=0) < self.deployment.vocab_size
 
     def _follow(self, request: Request) -> None:
@@ -429,44 +459,34 @@ class Round:
         if (request := self.requests.pop(request_id, None)) is not None:
             self._drafter.close(request, reason)
 
-    # What was heard, and what it took.
+    # Answers, and time.
 
-    def _hear_what_came(self, step: Step) -> None:
-        """While the target verified."""
+    def _read_answers(self, step: Step) -> None:
+        """Reads the frames that came while the target verified."""
+        deadline = self._clock() + self._deadline.longest_s  # a drafter may send one after another
         while (received := self._drafter.poll(0.0)) is not None:
-            self._lagging = False
             step.draft_work_us += received.work_us
             self._take(received.messages, received.nbytes, 0.0)
-
-    def _goes_idle(self) -> None:
-        """No request is left: the pause until the next one is nobody's round."""
-        self.steps.clear()
-        if self._tracer is not None:
-            self._tracer.waited(0.0)
-
-    def _check_link(self, at_boundary: bool = False) -> None:
-        if self._drafter.check_link(at_boundary):
-            self._lagging = False
+            if self._clock() >= deadline:
+                break
 
     def _take(self, messages: Sequence[Message], nbytes: int, waited_s: float) -> None:
-        drafted = sum(
-            bool(message.token_ids) for message in messages if isinstance(message, Proposals | PrefetchedProposal)
-        )
-        self.statistics.count_frame(drafted, nbytes)
-        for request, answer in self._drafter.hear(messages):
+        proposals = [message for message in messages if isinstance(message, Proposals | PrefetchedProposal)]
+        self.statistics.count_frame(sum(bool(message.token_ids) for message in proposals), nbytes)
+        for request, answer in self._drafter.hear(proposals):
             if answer.status is ProposalStatus.OK:
-                self._answered(request, answer.origin, len(answer.token_ids), answer.step_us, waited_s)
+                self._count_answer(request, answer.origin, len(answer.token_ids), answer.step_us, waited_s)
             else:
-                self._observe(request, answer.origin, 0, answer.step_us, waited_s)
+                self._observe_answer(request, answer.origin, 0, answer.step_us, waited_s)
 
-    def _answered(self, request: Request, origin: DraftOrigin, count: int, step_us: int, waited_s: float) -> None:
+    def _count_answer(self, request: Request, origin: DraftOrigin, count: int, step_us: int, waited_s: float) -> None:
         self.statistics.count_answer(origin, step_us)
-        self._observe(request, origin, count, step_us, waited_s)
+        self._observe_answer(request, origin, count, step_us, waited_s)
 
-    def _observe(self, request: Request, origin: DraftOrigin, count: int, step_us: int, waited_s: float) -> None:
+    def _observe_answer(self, request: Request, origin: DraftOrigin, count: int, step_us: int, waited_s: float) -> None:
         if request.trace is not None:
             request.trace.origin = origin
-        self._guarded(self._lengths.observe_answer, request.estimate, origin, count, step_us / 1e6, waited_s)
+        self._lengths.observe_answer(request.estimate, origin, count, step_us / 1e6, waited_s)
 
     def _keep_time(self, step: Step) -> None:
         step.started_s = self._clock()
@@ -488,15 +508,4 @@ class Round:
             )
             if done.decodes_only:
                 self._deadline.observe_step(period_s - done.wait_s)
-                self._guarded(self._lengths.observe_step, done.num_requests, done.num_tokens, period_s - done.wait_s)
-
-    def _guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Every call of the length controller's. An error of its must not end the engine: nothing is drafted any more,
-        and the log says so."""
-        try:
-            return call(*args, **kwargs)
-        except Exception:
-            logger.exception("the length controller failed: no more drafts until this replica is restarted")
-            self._length_controller_failures += 1
-            self._lengths = FixedLengths(0)
-            return None
+                self._lengths.observe_step(done.num_requests, done.num_tokens, period_s - done.wait_s)

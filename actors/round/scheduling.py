@@ -1,12 +1,13 @@
-"""What the target's scheduler goes by: who is next, what a long prompt may take of a step, and who is too late. Pure.
+"""Orders the target's requests, bounds a long prompt's share of a step, and finds requests past their deadline.
 
 Requests are served by *virtual arrival*: when they came, plus a delay that grows with their size and ends at a limit.
 A small request overtakes large ones that came shortly before it; nobody is overtaken by one that came more than the
 limit after it. So neither many small requests nor a few huge ones can keep the others waiting for ever.
 
-Where callers are told apart, each has a clock that its requests move on by their size, and a request counts as having
-come when the ones before it are through by that clock (start-time fair queueing, Goyal et al. 1996, with the monotonic
-clock for the system's virtual time): who asks for much comes behind who asks for little, within the same limit.
+Where callers are told apart, each has a clock that its requests advance by their size, and a request counts as having
+come when the ones before it are done by that clock (start-time fair queueing, Goyal et al. 1996, with the monotonic
+clock for the system's virtual time). A caller that asks for much comes behind one that asks for little, within the
+same limit.
 """
 
 from __future__ import annotations
@@ -15,36 +16,35 @@ import heapq
 from collections.abc import Container
 
 DELAY_MS_PER_TOKEN = 2.0
-"""About what a token of a long prompt costs a small replica. Only differences between requests matter."""
+"""Roughly the cost of a token of a long prompt on a small replica. Only differences between requests matter."""
 
 MAX_COUNTED_ANSWER_TOKENS = 512
-"""Clients leave max_tokens at its largest; an answer seldom gets there."""
+"""Caps the answer in a request's size: clients leave max_tokens at its largest, and few answers get there."""
 
 LONG_PREFILL_SHARE = 0.75
-"""Of a step's tokens, for all prompts together that need several steps, while there is anything else to do."""
+"""The share of a step's tokens for all prompts that need several steps, while there is anything else to do."""
 
 _PRIORITY_STEP_MS = 1 << 43
-"""Between two of vLLM's priorities: 278 years. A request with a lower one is served first whatever its size."""
+"""The distance between two of vLLM's priorities, 278 years: a lower one is served first whatever the size."""
 
 _MOST_CLOCKS = 1024
-"""Before those are looked for that tell nothing any more."""
+"""The number of callers' clocks above which those that have run out are dropped."""
 
 _SLACK = 64
-"""Deadlines that are kept however few of them still count."""
-
+"""The number of deadlines that are kept however few of them still count."""
 
 MAX_OVERTAKING_S = 10.0
 """How much later a small request may come and still be served before a larger one that waits."""
 
 
 class FairOrder:
-    """Of all requests of an engine. Not thread-safe."""
+    """Orders all requests of an engine. Not thread-safe."""
 
     def __init__(self, max_overtaking_s: float) -> None:
-        """max_overtaking_s: the limit above. 0: in order of arrival."""
+        """max_overtaking_s: the limit above; with 0, requests are served in order of arrival."""
         self._limit_ms = max_overtaking_s * 1e3
         self._clocks: dict[int, float] = {}
-        """Of callers whose requests have moved them beyond the clock."""
+        """By caller, where requests have advanced it beyond the current time."""
 
     def virtual_arrival_ms(
         self,
@@ -58,9 +58,11 @@ class FairOrder:
     ) -> int:
         """Returns the place of a new sequence in the queue, in milliseconds: the lower, the sooner.
 
-        priority: vLLM's, lower first. caller: 0 where nobody knows. answer: the sequence's index among the n answers of
-        its request. Each further answer comes later, beyond the limit too, so that requests of many answers do not
-        keep others waiting.
+        Args:
+            caller: 0 if unknown.
+            priority: vLLM's, lower first.
+            answer: the sequence's index among the n answers of its request. Each further answer comes later, beyond
+                the limit too, so that requests of many answers do not keep others waiting.
         """
         arrival_ms = arrival_s * 1e3
         delay_ms = (prompt_tokens + min(max_tokens, MAX_COUNTED_ANSWER_TOKENS)) * DELAY_MS_PER_TOKEN
@@ -74,7 +76,7 @@ class FairOrder:
 
 
 def prefill_threshold(max_num_batched_tokens: int, num_prefills: int, at_least: int) -> int:
-    """Most tokens of one request in a step, when so many prompts are part of the way through.
+    """Returns the most tokens of one request in a step while num_prefills prompts are being read.
 
     at_least: what every request may have, whatever the prompts leave: a round's own tokens, 1 + K.
     """
@@ -83,21 +85,21 @@ def prefill_threshold(max_num_batched_tokens: int, num_prefills: int, at_least: 
 
 
 class Deadlines:
-    """Deadlines of the requests an engine holds, on its process's monotonic clock. Not thread-safe."""
+    """Keeps the deadlines of an engine's requests, on its process's monotonic clock. Not thread-safe."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
 
     def add(self, request_id: str, deadline_s: float, held: Container[str]) -> None:
-        """held: the ids that still count. Deadlines of others are dropped once they are many."""
+        """Adds a deadline. held: the ids that still count; deadlines of others are dropped once they are many."""
         heapq.heappush(self._heap, (deadline_s, request_id))
-        # Requests mostly end long before their deadline, and nobody says so here.
+        # Requests mostly end long before their deadline, and that is not reported here.
         if len(self._heap) > _SLACK and sum(name in held for _, name in self._heap) < len(self._heap) // 2:
             self._heap = [entry for entry in self._heap if entry[1] in held]
             heapq.heapify(self._heap)
 
     def passed(self, now_s: float, held: Container[str]) -> list[str]:
-        """Ids among held whose deadline has passed; each is given once."""
+        """Returns the ids among held whose deadline has passed, each once."""
         late = []
         while self._heap and self._heap[0][0] <= now_s:
             request_id = heapq.heappop(self._heap)[1]

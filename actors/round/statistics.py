@@ -1,4 +1,4 @@
-"""Counts and times of rounds, kept by the verifier. Pure.
+"""Counts rounds and keeps their times, for the verifier.
 
 A round is one target step that commits tokens. Its time runs from the start of that step to the start of the next and
 splits into the target's work (forward pass and verification), the drafter's work as the drafter reports it, and the
@@ -20,13 +20,13 @@ _WINDOW = 512
 
 @dataclass(slots=True)
 class RoundTimes:
-    """Milliseconds of one round."""
+    """Holds the milliseconds of one round."""
 
     period_ms: float
     target_ms: float
     draft_ms: float
     wait_ms: float
-    """Time the engine's step stood waiting for proposals; the draft is inside it unless it was drafted ahead."""
+    """The engine's wait for proposals, which includes the draft unless it was drafted ahead."""
 
     @property
     def other_ms(self) -> float:
@@ -35,7 +35,7 @@ class RoundTimes:
 
 @dataclass(slots=True)
 class RoundStatistics:
-    """Counted per request: a step that serves three requests is three rounds."""
+    """Counts by request: a step that serves three requests is three rounds."""
 
     rounds: int = 0
     drafted_rounds: int = 0
@@ -47,10 +47,10 @@ class RoundStatistics:
     """Rounds that decoded plainly because their proposals came after the deadline."""
 
     proposals: int = 0
-    """Drafts for an outcome, its own or one that was assumed, see `foreseen`."""
+    """Messages with drafts, for an outcome that was known or assumed, see `foreseen`."""
 
     proposal_bytes: int = 0
-    """Of the frames that carried proposals, headers included."""
+    """Bytes of the frames that carried proposals, headers included."""
 
     main_line_hits: int = 0
     """Commits whose outcome had been drafted for ahead, all drafts accepted and the bonus token guessed."""
@@ -64,7 +64,7 @@ class RoundStatistics:
     """Requests that came with pictures."""
 
     draft_step_ms: float = 0.0
-    """What a step of the drafter takes, as it last said."""
+    """A step of the drafter, as it last reported."""
 
     _times: deque[RoundTimes] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _histograms: dict[str, Histogram] = field(
@@ -72,7 +72,7 @@ class RoundStatistics:
     )
 
     def count(self, num_drafts: int, num_committed: int) -> None:
-        """One request's round: num_drafts verified, num_committed tokens came out (the last one not drafted)."""
+        """Counts one request's round: num_drafts verified, num_committed tokens, of which the last was not drafted."""
         self.rounds += 1
         if num_drafts:
             self.drafted_rounds += 1
@@ -80,7 +80,7 @@ class RoundStatistics:
             self.accepted += num_committed - 1
 
     def count_frame(self, num_proposals: int, nbytes: int) -> None:
-        """A frame of the drafter's arrived with so many proposals that hold drafts."""
+        """Counts a frame with num_proposals proposals that hold drafts."""
         self.proposals += num_proposals
         if num_proposals:
             self.proposal_bytes += nbytes
@@ -98,7 +98,7 @@ class RoundStatistics:
             histogram.observe(getattr(times, f"{part}_ms") / 1e3)
 
     def counts(self) -> dict[str, int]:
-        """Every count, by its field's name."""
+        """Returns every count by its field's name."""
         return {
             "rounds": self.rounds,
             "drafted_rounds": self.drafted_rounds,
@@ -114,11 +114,11 @@ class RoundStatistics:
         }
 
     def histograms(self) -> dict[str, HistogramSnapshot]:
-        """Seconds, of all rounds: ``period``, ``target``, ``draft``, ``wait``."""
+        """Returns ``period``, ``target``, ``draft`` and ``wait`` of all rounds, in seconds."""
         return {part: histogram.snapshot() for part, histogram in self._histograms.items()}
 
     def snapshot(self) -> dict[str, Any]:
-        """The public API's RoundStatistics, field by field; times are medians over the last steps."""
+        """Returns the public API's RoundStatistics by field. Times are medians over the last steps."""
         times = list(self._times)
         columns = ("period_ms", "target_ms", "draft_ms", "wait_ms", "other_ms")
         medians = {name: median(getattr(t, name) for t in times) for name in columns} if times else {}

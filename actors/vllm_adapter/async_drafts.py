@@ -1,10 +1,10 @@
-"""One step ahead: the engine's core schedules a step while the one before it runs, and each rank puts it right.
+"""Schedules a step while the one before it runs, and corrects it on each rank when it begins.
 
 vLLM's asynchronous scheduler counts what it does not know yet at its most: every draft accepted, every request with as
-many drafts as it may have. When a rank begins the step it knows what the step before came to, and rank 0 knows the
-drafts. So the step that runs has the right positions, no more rows than there are drafts, and nobody who has ended.
-What vLLM's runner is told is what it is told where nothing runs ahead; the scheduler hears afterwards what there was
-less (`AsyncDraftScheduler.update_from_output`).
+many drafts as it may have. When a rank begins the step it knows the outcome of the step before, and rank 0 knows the
+drafts. So the step that runs has the right positions, no more rows than there are drafts, and no request that has
+ended. vLLM's runner gets what it would get with synchronous scheduling; the scheduler hears afterwards how much less
+there was (`AsyncDraftScheduler.update_from_output`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ else:
     AsyncScheduler = object
 
 UNKNOWN = -1
-"""In place of a draft's id, until a rank knows it."""
+"""Stands in place of a draft's id until a rank knows it."""
 
 
 class AsyncDraftVllmConfig(VllmConfig):
-    """Of an engine core with two steps in flight, on ranks that run one after the other. vLLM's own flag for it also
-    sets the ranks' runner to read token ids from a device, and is not to be had on CPU or with ``custom_class``."""
+    """Lets the engine core have two steps in flight, while its ranks run them one after the other.
+
+    vLLM's own flag for it also has the runner read token ids from a device, and is refused on CPU and with
+    ``custom_class``.
+    """
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -37,12 +40,11 @@ class AsyncDraftVllmConfig(VllmConfig):
 
 
 class AsyncDraftScheduler(AsyncScheduler):
-    """Mixin of vLLM's AsyncScheduler: room for as many drafts as a request may have, and the truth afterwards."""
+    """Makes room for as many drafts as a request may have, and corrects the counts afterwards."""
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        # Slots are taken off a step's budget whether drafts come for them or not: half of it is left to prompts, and
-        # nobody waits for others' slots.
+        # Slots count against a step's budget whether drafts come for them or not, so half of it is left to prompts.
         room = max(0, self.max_num_scheduled_tokens // 2 // max(1, len(self.running)) - 1)
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[request_id]
@@ -55,9 +57,8 @@ class AsyncDraftScheduler(AsyncScheduler):
         return self.num_spec_tokens if asked is None else max(0, min(asked, self.num_spec_tokens))
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        """Slots that no draft came for have been counted as scheduled, and are taken back first: vLLM's own count of
-        drafts, here and in the request's metrics, is then that of drafts."""
-        drafted: Mapping[str, int] = getattr(model_runner_output, "num_drafts", {})  # of our ranks' own steps
+        """Takes back the slots that no draft came for, so that vLLM's counts are those of drafts."""
+        drafted: Mapping[str, int] = getattr(model_runner_output, "num_drafts", {})
         slots = scheduler_output.scheduled_spec_decode_tokens
         for request_id, ids in list(slots.items()):
             count = drafted.get(request_id, 0)
@@ -76,10 +77,11 @@ class AsyncDraftScheduler(AsyncScheduler):
 def reconcile_scheduler_output(
     scheduled: SchedulerOutput, drafts: Mapping[str, list[int] | None], num_tokens: Mapping[str, int]
 ) -> None:
-    """Make of a step that was scheduled ahead the one that is to run, in place.
+    """Corrects a step that was scheduled ahead, in place, to the one that is to run.
 
-    drafts: of each request of the step, no more than it has slots; None: it has ended, and gets no row. num_tokens: of
-    each request that this rank knows, prompt and output, the last step's included.
+    Args:
+        drafts: for each request of the step, no more than it has slots; None for one that has ended and gets no row.
+        num_tokens: of each request that this rank knows, prompt and output, the last step's included.
     """
     counts, slots = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
     for request_id, ids in drafts.items():
@@ -92,17 +94,17 @@ def reconcile_scheduler_output(
             slots[request_id] = ids
     scheduled.total_num_scheduled_tokens = sum(counts.values())
     cached = scheduled.scheduled_cached_reqs
-    # Of a request whose prompt is done only its last token's KV is missing; one in its prompt is not that far.
+    # Once its prompt is done, only the KV of a request's last token is missing.
     cached.num_computed_tokens = [
         min(expected, num_tokens[request_id] - 1)
         for request_id, expected in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     ]
     if any(request_id not in counts for request_id in cached.req_ids):
-        _forget(cached, [index for index, request_id in enumerate(cached.req_ids) if request_id in counts])
+        _keep(cached, [index for index, request_id in enumerate(cached.req_ids) if request_id in counts])
 
 
-def _forget(cached: Any, kept: Sequence[int]) -> None:
-    """Of vLLM's parallel lists keep these places. new_token_ids has entries under pipeline parallelism alone."""
+def _keep(cached: Any, kept: Sequence[int]) -> None:
+    """Cuts vLLM's parallel lists to these places. new_token_ids has entries only under pipeline parallelism."""
     for name in ("req_ids", "new_token_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"):
         column = getattr(cached, name)
         if column:
@@ -111,9 +113,13 @@ def _forget(cached: Any, kept: Sequence[int]) -> None:
 
 
 def fit_mask(grammar: GrammarOutput, slots: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> GrammarOutput:
-    """grammar: masks for a row of each slot and one more, request after request. slots: how many there were; drafts:
-    what came for them. Returns masks for the rows that there are; a request that got no row keeps one, which vLLM
-    skips."""
+    """Returns a grammar's masks for the rows that there are; a request without a row keeps one, which vLLM skips.
+
+    Args:
+        grammar: masks for each slot of a request and one more, request after request.
+        slots: the number of each request's slots.
+        drafts: the drafts that came for them.
+    """
     kept: list[int] = []
     start = 0
     for request_id in grammar.structured_output_request_ids:

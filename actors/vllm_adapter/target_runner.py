@@ -1,7 +1,7 @@
-"""The round in vLLM's model runner: which of its events become which of `Round`'s, and nothing else.
+"""Turns the events of vLLM's model runner into those of `Round`.
 
 The Verifier, the first rank of the last pipeline stage, alone chooses tokens. Every rank of that stage takes its
-committed ids by broadcast, in every step; those of the stages before it hear of them with the next step (stages.py).
+committed ids by broadcast, in every step; those of earlier stages get them with the next step (pipeline_stages.py).
 Only names that vLLM's engine or runner calls are overridden here, of vLLM 0.32's first model runner
 (``VLLM_USE_V2_MODEL_RUNNER=0``); what they do is in ``actors/round/``.
 """
@@ -20,6 +20,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 
 from outrider.actors.observability.logs import about
+from outrider.actors.round.request import Draft
 from outrider.actors.round.round import UNUSABLE, Arrival, Round, Step
 from outrider.actors.verification.batch import Status
 from outrider.actors.verification.transfer import in_one_read
@@ -31,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 class RoundRunner:
-    """Mixed in front of the platform's model runner, see TargetWorker.init_device."""
+    """Extends the platform's model runner, see TargetWorker.init_device."""
 
     round: Round | None
     """None on every rank but the Verifier."""
 
     num_prompt_logprobs: dict[str, int]
-    """vLLM's: of the requests whose prompts' are asked for."""
+    """vLLM's: by request, where logprobs of the prompt are asked for."""
 
     def install(
         self,
@@ -46,29 +47,34 @@ class RoundRunner:
         overlaps: bool = False,
         sampler: TargetSampler | None = None,
     ) -> None:
-        """runs_ahead: steps are scheduled while the one before them runs, see ahead.py. overlaps: they are launched
-        then too, see overlap.py. sampler: of the Verifier, to be warmed up."""
+        """Sets up what a runner needs for rounds.
+
+        Args:
+            runs_ahead: steps are scheduled while the one before them runs, see async_drafts.py.
+            overlaps: they are launched then too, see overlap.py.
+            sampler: of the Verifier, to be warmed up.
+        """
         self.round, self._target_sampler = round_, sampler
         self._runs_ahead = runs_ahead
         self._overlap = Overlap() if overlaps else None
         self._statuses: torch.Tensor | None = None
-        """Of a step that overlaps with the next, on their way to the host."""
+        """The statuses of a step that overlaps with the next one, on their way to the host."""
 
         self._step = Step(0, 0, 0, False, {})
         self._status: list[int] | None = None
         self._slots: dict[str, int] = {}
-        """How many drafts there was room for, where the step was scheduled ahead."""
+        """How many drafts each request has room for, where the step was scheduled ahead."""
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         step = self._step = _step(self._step.number + 1, scheduler_output)
         step.overlaps = self._overlap is not None
         if not self._runs_ahead:
-            # Room for drafts that nobody proposed, which vLLM gives a waiting request that needs one token.
-            step.allowed = {request_id: 0 for request_id, ids in step.drafts.items() if ids[0] == UNUSABLE}
+            # vLLM gives a waiting request that needs one token room for drafts that were never proposed.
+            step.allowed = {request_id: 0 for request_id, draft in step.drafts.items() if draft.ids[0] == UNUSABLE}
         if self.round is not None:
             self.round.begin(step)
         if self._runs_ahead and step.num_tokens:
-            self._put_right(scheduler_output, step)
+            self._reconcile(scheduler_output, step)
         if not get_pp_group().is_last_rank:
             cached, most = scheduler_output.scheduled_cached_reqs, self.num_spec_tokens  # type: ignore[attr-defined]
             pipeline_stages.apply_committed_tokens(cached, self.requests, self.input_batch, most)  # type: ignore[attr-defined]
@@ -82,7 +88,7 @@ class RoundRunner:
         self._status = None
         if grammar_output is not None and self._runs_ahead:
             self._cut_by(grammar_output)
-            grammar_output = async_drafts.fit_mask(grammar_output, self._slots, step.drafts)
+            grammar_output = async_drafts.fit_mask(grammar_output, self._slots, self._draft_ids())
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self._overlap is not None and self._statuses is not None:
             return self._read_later(output, started)
@@ -97,7 +103,7 @@ class RoundRunner:
         return output
 
     def _read_later(self, output: Any, started: float) -> LaterOutput:
-        """output: vLLM's, of a step that overlaps with the next one."""
+        """Commits a step that overlaps with the next one, before its ids are read. output: vLLM's."""
         assert self.round is not None
         assert self._overlap is not None
         assert self._statuses is not None
@@ -113,48 +119,54 @@ class RoundRunner:
     def take_draft_token_ids(self) -> Any:
         if self.round is None:
             return None
-        if self._runs_ahead:  # asked for before a grammar's masks are made: those of the step that runs
-            return DraftTokenIds(list(self._step.drafts), [list(ids) for ids in self._step.drafts.values()])
+        if self._runs_ahead:  # the core asks before it makes a grammar's masks for the step that runs
+            drafts = self._draft_ids()
+            return DraftTokenIds(list(drafts), list(drafts.values()))
         request_ids = list(self.input_batch.req_ids)  # type: ignore[attr-defined]
         return DraftTokenIds(request_ids, self.round.take_drafts(self._step, request_ids))
 
-    def _put_right(self, scheduled: Any, step: Step) -> None:
-        """The step before this one is done: what was scheduled becomes what is to run."""
+    def _reconcile(self, scheduled: Any, step: Step) -> None:
+        """Corrects what was scheduled to what is to run, now that the step before this one is done."""
         request_ids = list(scheduled.num_scheduled_tokens)
-        self._slots = {request_id: len(ids) for request_id, ids in step.drafts.items()}
+        self._slots = {request_id: len(ids) for request_id, ids in self._draft_ids().items()}
         chosen: list[list[int] | None] = []
         if self.round is not None:
-            # Where a request has no token in flight, its masks have been made already, for one row.
+            # A request without a token in flight has its masks already, for one row.
             masked = scheduled.has_structured_output_requests and not scheduled.pending_structured_output_tokens
             room = [
                 0 if masked and self.round.is_structured(request_id) else self._slots.get(request_id, 0)
                 for request_id in request_ids
             ]
-            chosen = self.round.settle(step, request_ids, room)
+            chosen = self.round.settle(step, request_ids, room)  # and the drafts are the step's, with their q
         group = get_tp_group()
         if group.world_size > 1:
             chosen = group.broadcast_object(chosen)  # rank 0's, over shared memory where the ranks share a node
         drafts = dict(zip(request_ids, chosen, strict=True))
+        if self.round is None:
+            step.drafts = {request_id: Draft(list(ids)) for request_id, ids in drafts.items() if ids}
         known = self.requests  # type: ignore[attr-defined]
         async_drafts.reconcile_scheduler_output(
             scheduled,
             drafts,
             {request_id: known[request_id].num_tokens for request_id in scheduled.scheduled_cached_reqs.req_ids},
         )
-        step.schedule(scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens)
+        step.count(scheduled.num_scheduled_tokens)
+
+    def _draft_ids(self) -> dict[str, list[int]]:
+        return {request_id: list(draft.ids) for request_id, draft in self._step.drafts.items()}
 
     def _cut_by(self, grammar_output: Any) -> None:
-        """Masks end with the last draft that a grammar allows: nothing after it may be kept."""
+        """Marks drafts beyond the last one that a grammar allows: there are no masks for them."""
         allowed = grammar_output.num_acceptable_drafts or [0] * len(grammar_output.structured_output_request_ids)
         for request_id, count in zip(grammar_output.structured_output_request_ids, allowed, strict=True):
-            drafts = self._step.drafts.get(request_id, [])
-            if len(drafts) > count:
-                drafts[count:] = [UNUSABLE] * (len(drafts) - count)
+            ids = self._step.draft(request_id).ids
+            if len(ids) > count:
+                ids[count:] = [UNUSABLE] * (len(ids) - count)
                 self._step.allowed[request_id] = count
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        # vLLM winds a seeded request's generator back after a partial prefill, which torch refuses on CPU. Nothing
-        # here draws from it.
+        # vLLM rewinds a seeded request's generator after a partial prefill, which torch refuses on CPU. Nothing here
+        # draws from it.
         self.input_batch.generators.clear()  # type: ignore[attr-defined]
         request_ids = self.input_batch.req_ids  # type: ignore[attr-defined]
         if self.round is not None:
@@ -169,12 +181,12 @@ class RoundRunner:
         if group.world_size > 1:
             chosen = group.broadcast(chosen, src=0)
         if self._overlap is not None:
-            # No id that the model has no row for: the request ends without it.
+            # The model has no row for -1; a request with that ends without it.
             output.sampled_token_ids = chosen[:, :1].clamp(min=0)
             if self.round is not None:
                 self._statuses = chosen[:, -1].to("cpu", non_blocking=True)
             return output
-        # The step's one read of the device. vLLM's runner is given host memory, and reads nothing more.
+        # This is the step's one read of the device: vLLM's runner gets host memory.
         if (logprobs := output.logprobs_tensors) is None:
             chosen = chosen.cpu()
         else:
@@ -195,9 +207,11 @@ class RoundRunner:
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: Tensor) -> Tensor:
-        """Runs our sampler in place of vLLM's, with as many rows as a step may have. vLLM asks for it while it profiles
-        memory, and once more before it begins to watch for kernels that are compiled late. hidden_states: [requests,
-        H]. Returns logits."""
+        """Runs our sampler in place of vLLM's, with as many rows as a step may have. Returns logits.
+
+        vLLM calls this while it profiles memory, and again before it watches for kernels that are compiled late.
+        hidden_states: [requests, H].
+        """
         if self.device.type == "cpu":  # type: ignore[attr-defined]  # nothing is profiled there
             return super()._dummy_sampler_run(hidden_states)  # type: ignore[misc]
         logits: Tensor = self.model.compute_logits(torch.rand_like(hidden_states))  # type: ignore[attr-defined]
@@ -211,8 +225,7 @@ class RoundRunner:
         return logits
 
     def _catch_up(self, request_ids: list[str]) -> None:
-        """Texts as the runner has them, but for ids that nobody has read: one that was preempted has lost the token
-        that was on its way."""
+        """Brings texts up to date with the runner's: a preempted request loses the token that was in flight."""
         assert self.round is not None
         assert self._overlap is not None
         for request_id in request_ids:
@@ -223,8 +236,11 @@ class RoundRunner:
         self._overlap.read(any(reads_output(self.round.requests[request_id].params) for request_id in request_ids))
 
     def _get_prompt_logprobs_dict(self, hidden_states: Any, num_scheduled_tokens: Any) -> Any:
-        """One request after the other where there are adapters: vLLM's output head looks up the adapter of each of its
-        rows, and has been told of those that tokens are chosen from, not of a prompt's."""
+        """Computes prompts' logprobs one request after the other where there are adapters.
+
+        vLLM's output head looks up the adapter of each row, and knows those of the rows that tokens are chosen from,
+        not those of a prompt's.
+        """
         asked = self.num_prompt_logprobs
         if not asked or self.lora_config is None:  # type: ignore[attr-defined]
             return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)  # type: ignore[misc]
@@ -241,7 +257,7 @@ class RoundRunner:
         return found
 
     def _map_prompt(self, request: Any, num_tokens: int) -> None:
-        """The output head's next rows are those of a request's prompt of which num_tokens were scheduled."""
+        """Sets the adapter of the output head's next rows: those of a prompt of which num_tokens were scheduled."""
         if request.prompt_token_ids is None:
             return
         count = min(num_tokens, len(request.prompt_token_ids) - request.num_computed_tokens - 1)
@@ -251,8 +267,10 @@ class RoundRunner:
             self._set_active_loras(mapping, mapping, set() if adapter is None else {adapter})  # type: ignore[attr-defined]
 
     def _report(self, output: Any, statuses: list[int], discarded: Collection[int]) -> None:
-        """Tell the scheduler of requests that have no next token, and count proposals that could not be used.
-        discarded: rows whose prompt is not done."""
+        """Reports requests without a next token to the scheduler, and counts proposals that could not be used.
+
+        discarded: rows whose prompt is not done.
+        """
         failed = {}
         for index, status in enumerate(statuses):
             request_id = output.req_ids[index]
@@ -268,16 +286,16 @@ class RoundRunner:
         output.num_nans_in_logits = failed  # also where vLLM was asked to count: RoundScheduler ends who is in here
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        # The stock answer decides for the whole batch at once; here length is each request's own matter.
+        # vLLM decides this for the whole batch; here each request has its own length.
         return False
 
     def _copy_draft_token_ids_to_cpu(self, scheduler_output: Any, zeros_only: bool = False) -> None:
-        # Stock code proposes zeros when the in-process drafter is skipped; ours are taken in take_draft_token_ids.
+        # vLLM proposes zeros when the in-process drafter is skipped; ours come by take_draft_token_ids.
         return None
 
 
 def _step(number: int, scheduled: Any) -> Step:
-    """scheduled: vLLM's SchedulerOutput."""
+    """Makes a step of vLLM's SchedulerOutput."""
     return Step.of(
         number,
         scheduled.num_scheduled_tokens,

@@ -1,4 +1,4 @@
-"""Every token of the target is chosen here, on the Verifier: prefill and rounds, with drafts and without.
+"""Chooses every token of the target, on the Verifier: prefill and rounds, with drafts and without.
 
 One pipeline for all rows, in the order of vLLM's plain sampler: grammar mask (applied before, by the runner), allowed
 ids, bad words, min_tokens, logit_bias, penalties; then temperature, min_p, top_k, top_p and the choice, which are
@@ -35,10 +35,12 @@ from outrider.cluster.link.messages import DraftSampling, SparseQ
 from outrider.cluster.modes import Mode
 
 PROFILED_LOGPROBS = 20
-"""Of a token: vLLM's own limit, unless it is raised."""
+"""Logprobs of a token while memory is profiled: vLLM's own limit, unless it is raised."""
 
 
 class TargetSampler:
+    """Applies vLLM's logits processors to drafted rows too, and verifies."""
+
     def __init__(self, vllm_config: VllmConfig, sampler: Sampler, device: torch.device) -> None:
         if sampler.logprobs_mode != "raw_logprobs":
             raise ValueError(f"logprobs_mode {sampler.logprobs_mode!r} is not supported; leave it at raw_logprobs")
@@ -47,30 +49,34 @@ class TargetSampler:
         kinds: tuple[Any, ...] = (_MinTokens, LogitBiasLogitsProcessor)
         self._processors = LogitsProcessors(kind(vllm_config, device, is_pin_memory=False) for kind in kinds)
         self._num_rows = 0
-        """That they were last told of."""
+        """The rows that the processors were last told of."""
 
     def __call__(
         self, logits: Tensor, requests: Sequence[Request], step: Step, metadata: SamplingMetadata
     ) -> SamplerOutput:
-        """logits: [R, V], request after request, a row for each draft of the step and one more, changed in place.
-        metadata: vLLM's, of the same requests.
+        """Chooses a step's tokens.
 
         Returns, with logprobs where a request asked for them, int32 [B, step.width + 1]: the committed ids padded with
         -1, then the request's `verification.batch.Status`, so that one read of the device gives both.
+
+        Args:
+            logits: [R, V], request after request, a row for each draft of the step and one more, changed in place.
+            metadata: vLLM's, of the same requests.
         """
         logits = logits.to(torch.float32)
-        drafts = [step.drafts.get(request.request_id, []) for request in requests]
+        drafts = [step.draft(request.request_id) for request in requests]
+        ids = [draft.ids for draft in drafts]
         raw, wants_logprobs = logits, metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
         if _is_processed(requests, metadata):
             if wants_logprobs:
                 raw = logits.clone()
-            logits = self._process(logits, requests, drafts, metadata)
+            logits = self._process(logits, requests, ids, metadata)
         batch = verification_batch(
             logits,
             [request.sampling for request in requests],
             [len(request.token_ids) for request in requests],
-            drafts,
-            [step.q.get(request.request_id) for request in requests],
+            ids,
+            [draft.q for draft in drafts],
         )
         result = self._verify(batch)
         chosen = torch.nn.functional.pad(result.token_ids, (0, step.width + 1 - result.token_ids.shape[1]), value=-1)
@@ -82,8 +88,10 @@ class TargetSampler:
         return SamplerOutput(chosen, logprobs)
 
     def warm_up(self, vocab_size: int, num_drafts: int, top_n: int) -> None:
-        """Compile what verification compiles on first use, so that no request waits for it. num_drafts, top_n: of the
-        deployment, 0 without a drafter."""
+        """Compiles what verification compiles on first use, so that no request waits for it.
+
+        num_drafts, top_n: of the deployment, 0 without a drafter.
+        """
         draws = {mode: DraftSampling(mode, float(mode is not Mode.GREEDY)) for mode in Mode}
         q = _uniform_q(num_drafts, min(top_n, vocab_size))
         for modes in ([Mode.GREEDY], [Mode.REJECTION], [Mode.COUPLED], list(Mode)):
@@ -95,9 +103,11 @@ class TargetSampler:
                 self._verify(verification_batch(logits, samplings, [0] * b, [[0] * k] * b, q_of_all))
 
     def profile(self, logits: Tensor, num_drafts: int, top_n: int) -> None:
-        """Allocates what the largest step does: drafts that were drawn, top_p, and logprobs of logits that processors
-        have changed. Processors' own memory is left out, as vLLM does it. logits: [R, V], num_drafts + 1 rows a
-        request. top_n: as warm_up."""
+        """Allocates what the largest step does: sampled drafts, top_p, and logprobs of processed logits.
+
+        Processors' own memory is left out, as in vLLM. logits: [R, V], num_drafts + 1 rows for each request. top_n: as
+        in warm_up.
+        """
         logits = logits.to(torch.float32)
         raw = logits.clone()
         b = len(logits) // (num_drafts + 1)
@@ -137,8 +147,10 @@ class TargetSampler:
         return self._sampler.apply_logits_processors(logits, rows, predict_bonus_token=False)
 
     def _tell_processors(self, requests: Sequence[Request], num_rows: Sequence[int]) -> None:
-        """vLLM's processors of min_tokens, which looks at an output's length alone, and logit_bias: every row is a
-        request."""
+        """Tells vLLM's processors of min_tokens and logit_bias that every row is a request.
+
+        min_tokens looks only at the length of an output.
+        """
         added: list[Any] = []
         for request, count in zip(requests, num_rows, strict=True):
             for length in range(request.num_output_tokens, request.num_output_tokens + count):
@@ -156,8 +168,11 @@ class TargetSampler:
         count: int,
         named: Mapping[int, list[int]] = MappingProxyType({}),
     ) -> LogprobsTensors:
-        """Of token_ids [B, W] flattened, as vLLM's parser of drafted rounds takes them. raw: float32 [R, V]. named: by
-        request's index, the tokens it asked for instead of the most likely ones (`logprob_token_ids`)."""
+        """Returns the logprobs of token_ids [B, W] flattened, as vLLM's parser of drafted rounds takes them.
+
+        raw: float32 [R, V]. named: by the index of a request, the tokens it asked for instead of the most likely ones
+        (`logprob_token_ids`).
+        """
         offset = torch.arange(token_ids.shape[1], device=self._device)
         exists = offset <= batch.num_drafts.unsqueeze(1)
         row = torch.where(exists, batch.first_row.unsqueeze(1) + offset, 0).flatten()
@@ -173,12 +188,12 @@ class TargetSampler:
 
 
 class _MinTokens(MinTokensLogitsProcessor):
-    """vLLM's looks at the device where a request has a grammar too; the host waits for nothing here."""
+    """Applies min_tokens without waiting for the device, as vLLM's does where a request has a grammar too."""
 
     def _mask_stop_token_logits(
         self, logits: Tensor, logits_slice: tuple[Tensor, Tensor], restore_logits_slice: tuple[Tensor, Tensor]
     ) -> None:
-        """Forbids stop tokens, but for those of a row whose grammar allows nothing else. Slices: rows and tokens."""
+        """Forbids stop tokens, except in rows whose grammar allows nothing else. Slices: rows and tokens."""
         rows, _ = restore_logits_slice
         stops = logits[restore_logits_slice]
         logits.index_put_(logits_slice, self.neg_inf_tensor)
@@ -198,7 +213,7 @@ def _is_processed(requests: Sequence[Request], metadata: SamplingMetadata) -> bo
 
 
 def reads_output(params: Any) -> bool:
-    """Whether a choice depends on which tokens there were before. params: vLLM's SamplingParams."""
+    """Returns whether a choice depends on the tokens before it. params: vLLM's SamplingParams."""
     penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
     return bool(params.bad_words_token_ids) or penalties != (0.0, 0.0, 1.0)
 
@@ -214,8 +229,13 @@ def verification_batch(
     drafts: Sequence[Sequence[int]],
     q: Sequence[SparseQ | None],
 ) -> VerificationBatch:
-    """One entry a request in each but logits, float32 [R, V]. positions: of the first row's token in the sequence. q:
-    what the drafts were drawn from, at least as many rows as drafts; None: they were not drawn."""
+    """Builds the kernels' batch.
+
+    Args:
+        logits: float32 [R, V]. All else has one entry for each request.
+        positions: in the sequence, of the token of a request's first row.
+        q: as in Draft.
+    """
     num_drafts = [len(ids) for ids in drafts]
     q_ids, q_probs, has_q = _q_rows(q, num_drafts)
     return VerificationBatch.build(
@@ -238,8 +258,7 @@ def verification_batch(
 
 
 def _uniform_q(num_drafts: int, n: int) -> SparseQ | None:
-    """Returns a distribution for each of num_drafts drafts of one request, over n tokens that are all as likely. None:
-    there are no drafts."""
+    """Returns a uniform distribution over n tokens for each of num_drafts drafts; None without drafts."""
     if not num_drafts or not n:
         return None
     ids = np.tile(np.arange(n, dtype=np.int32), (num_drafts, 1))
@@ -253,7 +272,10 @@ def _on_host(values: Sequence[int]) -> Tensor:
 def _q_rows(
     q: Sequence[SparseQ | None], num_drafts: Sequence[int]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """q of all drafts, [D, n] each, and which requests have one, [B]. All of one link have the same n."""
+    """Returns ids and probabilities of all drafts' q, [D, n] each, and which requests have one, [B].
+
+    All of one link have the same n.
+    """
     present = [entry for entry in q if entry is not None]
     if not present:
         return None, None, None

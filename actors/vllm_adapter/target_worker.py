@@ -1,4 +1,4 @@
-"""The target's ranks: vLLM's worker, its model runner with the round of ``target_runner.py`` built in."""
+"""Extends vLLM's worker for the target's ranks: its model runner runs the round of ``target_runner.py``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
 
 
 class RemoteProposer:
-    """vLLM's ``custom_class`` proposer: present on every rank, does nothing. Drafts come through the Round."""
+    """Fills the place of vLLM's ``custom_class`` proposer on every rank. Drafts come through the Round."""
 
     def __init__(self, vllm_config: Any) -> None: ...
 
@@ -36,8 +36,10 @@ class RemoteProposer:
 
 
 class TargetWorker(worker_class()):  # type: ignore[misc]
-    """One rank of the target. The Verifier, the first of the last pipeline stage, also holds the Round and keeps its
-    link."""
+    """Runs one rank of the target.
+
+    The Verifier, the first rank of the last pipeline stage, also holds the Round and its link.
+    """
 
     def init_device(self) -> None:
         super().init_device()
@@ -101,7 +103,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             self._lengths(config) if drafts else FixedLengths(0),
             names_requests=config.serving.log_format == "json",
             tracer=None if tracer is None else RoundTracer(tracer),
-            teaching=None if learn is None else LearningRecorder(likeliest),
+            recorder=None if learn is None else LearningRecorder(likeliest),
         )
 
     def _lengths(self, config: OutriderConfig) -> LengthController | FixedLengths:
@@ -111,7 +113,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         return LengthController(k)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Sample in the same call where no grammar has to be waited for: vLLM then spares a message each way."""
+        """Samples in the same call unless a grammar's masks are to come: vLLM then spares a message each way."""
         output = super().execute_model(scheduler_output)
         if output is None and not scheduler_output.has_structured_output_requests:
             output = self.sample_tokens(None)
@@ -125,7 +127,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         return times
 
     def open_link(self) -> bool:
-        """Start keeping the link. Called once, by the target replica, when the engine is ready to serve."""
+        """Starts keeping the link. The target replica calls this once, when the engine is ready to serve."""
         if self._keeper is None or self._round is None:
             return False
         self._round.reset_statistics()
@@ -133,13 +135,13 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         return True
 
     def round_status(self) -> dict[str, Any] | None:
-        """Verifier: the rounds' and the link's status, in plain values. None elsewhere, and without a drafter."""
+        """Returns the status of rounds and link in plain values; None without a drafter and on other ranks."""
         if self._keeper is None or self._round is None:
             return None
         return {"rounds": self._round.status(), "link": self._keeper.status()}
 
     def round_metrics(self) -> dict[str, Any] | None:
-        """Verifier: what is exported of rounds and link, in plain values. None elsewhere, and without a drafter."""
+        """Returns the metrics of rounds and link in plain values; None without a drafter and on other ranks."""
         if self._keeper is None or self._round is None:
             return None
         return {"rounds": self._round.metrics(), "link": self._keeper.status()}
@@ -151,15 +153,18 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
 
 
 def _draft_adapters(config: OutriderConfig) -> dict[str, int]:
-    """Adapters that the drafter has, and their numbers: see DraftWorker.load_adapters."""
+    """Returns the drafter's own adapters and their numbers, see DraftWorker.load_adapters."""
     own = config.drafter.lora_modules if isinstance(config.drafter, DraftModelConfig) else ()
     return {module.name: number for number, module in enumerate(own, start=1)}
 
 
 def spare_batches(lora_manager: Any) -> None:
-    """A batch in which nobody names an adapter runs none of their kernels. vLLM's CPU wrapper allocates for every layer
-    then, and multiplies the output head's rows by an empty slot's zeros: a fifth of a small model's step. Its GPU
-    kernels leave at once. lora_manager: of vLLM's model runner on CPU, its model loaded."""
+    """Skips the adapters' kernels for batches without an adapter, on CPU.
+
+    vLLM's CPU wrapper would allocate for every layer and multiply the output head's rows by an empty slot's zeros: a
+    fifth of a small model's step. Its GPU kernels return at once. lora_manager: of vLLM's model runner, its model
+    loaded.
+    """
     for wrapper in lora_manager._adapter_manager.punica_wrapper_mapping.values():
         for name in ("add_lora_linear", "add_lora_logits"):  # what they change, they change in place
             setattr(wrapper, name, _spared(wrapper, getattr(wrapper, name)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.actors.round.request import Request, sampling_of
+from outrider.actors.round.request import Draft, Request, sampling_of
 from outrider.actors.round.round import UNUSABLE, Step
 from outrider.actors.verification.batch import Status
 from outrider.cluster.link.messages import SparseQ
@@ -68,12 +68,10 @@ def requests_of(*all_params, drafts=DRAFTS, q=None):
 
 def step_of(parts, width=None):
     """width: taken from a request of another step's, if it is more than these need."""
-    drafts = {part.request.request_id: part.drafts for part in parts if part.drafts}
+    drafts = {part.request.request_id: Draft(part.drafts, part.q) for part in parts if part.drafts}
     if width is not None:
-        drafts["elsewhere"] = [0] * (width - 1)
-    step = Step(1, len(parts), len(parts), True, drafts)
-    step.q = {part.request.request_id: part.q for part in parts if part.q is not None}
-    return step
+        drafts["elsewhere"] = Draft([0] * (width - 1))
+    return Step(1, len(parts), len(parts), True, drafts)
 
 
 def choose(sampler, logits, parts, width=None):

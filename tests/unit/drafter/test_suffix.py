@@ -206,7 +206,7 @@ def test_a_round_that_waits_for_an_unread_prompt_gets_its_drafts():
     for said in [*drafter.commit((1, opened.request), committed), *drafter.work_off()]:
         conversation.hear([Proposals(said.key[1], said.base_committed_len, said.token_ids, said.status)])
     assert not conversation.is_awaited()
-    assert request.drafts == [8, 9, 10]
+    assert request.draft(4).ids == [8, 9, 10]
 
 
 def test_without_a_cache_each_request_has_its_own_text_only():

@@ -4,7 +4,7 @@ somebody waits."""
 from types import SimpleNamespace
 
 from outrider.actors.round.length import FixedLengths, Lengths
-from outrider.actors.round.request import Deployment
+from outrider.actors.round.request import Deployment, Draft
 from outrider.actors.round.round import Arrival, Round, Step
 from outrider.cluster.config import LinkConfig
 from outrider.cluster.link import LinkBroken, Received
@@ -166,10 +166,11 @@ class Engine:
         return self.round.requests[request_id]
 
     def begin(self, *arrived, drafts=None, num_requests=1, decodes_only=True, **events):
-        """arrived: request ids or Arrivals. drafts, events: a Step's."""
+        """arrived: request ids or Arrivals. drafts: ids by request. events: a Step's."""
         self._number += 1
         drafts = drafts or {}
         num_tokens = num_requests + sum(map(len, drafts.values()))
+        drafts = {request_id: Draft(list(ids)) for request_id, ids in drafts.items()}
         arrived = [each if isinstance(each, Arrival) else arrival(each) for each in arrived]
         step = Step(self._number, num_requests, num_tokens, decodes_only, drafts, arrived, **events)
         self.round.begin(step)
@@ -203,7 +204,7 @@ class Engine:
 
     def _choose(self, logits, requests, step, metadata):
         self.verified.append(
-            {r.request_id: (step.drafts.get(r.request_id), step.q.get(r.request_id)) for r in requests}
+            {r.request_id: (step.draft(r.request_id).ids, step.draft(r.request_id).q) for r in requests}
         )
 
 

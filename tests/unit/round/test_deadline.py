@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.actors.round.deadline import RoundDeadline
+from outrider.actors.round.drafter_client import RoundDeadline
 from tests.unit.round.scripted_link import Engine, never_after_ready
 
 
@@ -13,32 +13,29 @@ def after(steps_s, longest_s=1.0, steps=2.0):
     return deadline
 
 
-def test_without_steps_it_is_the_fixed_time():
-    assert after([0.01] * 5, steps=None).longest_s == 1.0
-
-
-def test_until_a_step_is_measured_it_is_the_fixed_time():
-    assert after([]).longest_s == 1.0
-    assert after([0.0, -1.0]).longest_s == 1.0
-
-
-def test_then_it_is_so_many_steps_and_never_more_than_the_fixed_time():
-    assert after([0.02]).longest_s == pytest.approx(0.04)
-    assert after([0.02] * 50, steps=3.5).longest_s == pytest.approx(0.07)
-    assert after([0.9] * 50).longest_s == 1.0
-
-
-def test_a_stall_says_little_and_a_lasting_change_is_followed():
-    usual = after([0.02] * 50)
-    usual.observe_step(30.0)
-    assert usual.longest_s < 0.045
-    assert after([0.02] * 50 + [0.06] * 100).longest_s == pytest.approx(0.12, rel=0.02)
-    assert after([0.06] * 50 + [0.02] * 100).longest_s == pytest.approx(0.04, rel=0.02)
+@pytest.mark.parametrize(
+    ("steps_s", "steps", "longest_s"),
+    [
+        ([0.01] * 5, None, 1.0),
+        ([], 2.0, 1.0),
+        ([0.0, -1.0], 2.0, 1.0),
+        ([0.02], 2.0, 0.04),
+        ([0.02] * 50, 3.5, 0.07),
+        ([0.9] * 50, 2.0, 1.0),
+        ([0.02] * 50 + [0.06] * 100, 2.0, 0.12),
+        ([0.06] * 50 + [0.02] * 100, 2.0, 0.04),
+        ([0.02] * 50 + [30.0], 2.0, 0.0425),
+    ],
+    ids=["no steps asked for", "none yet", "no time", "one", "many", "the fixed time is the longest", "slower for good",
+         "faster for good", "a stall"],
+)  # fmt: skip
+def test_it_is_so_many_steps_and_never_more_than_the_fixed_time(steps_s, steps, longest_s):
+    assert after(steps_s, steps=steps).longest_s == pytest.approx(longest_s, rel=0.02)
 
 
 def test_what_was_measured_while_warming_up_is_forgotten():
     deadline = after([20.0] * 3, longest_s=60.0)
-    deadline.forget()
+    deadline.reset()
     assert deadline.longest_s == 60.0
     deadline.observe_step(0.02)
     assert deadline.longest_s == pytest.approx(0.04)
@@ -52,9 +49,8 @@ def test_a_round_waits_for_so_many_of_the_target_s_steps():
     for token in range(8, 14):
         engine.now += 0.010
         before = engine.now
-        engine.round._lagging = False
+        engine.drafter.is_lagging = False
         engine.step({"a": [token]})
         waits.append(engine.now - before)
-    print(waits)
     assert waits[0] == pytest.approx(0.5), "nothing is measured yet"
     assert waits[-1] == pytest.approx(0.02)

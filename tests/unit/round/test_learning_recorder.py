@@ -37,7 +37,7 @@ class Rows:
 
 def teaching_engine(answer=None):
     rows = Rows()
-    return Engine(answer or drafting([1, 2, 3]), teaching=LearningRecorder(rows)), rows
+    return Engine(answer or drafting([1, 2, 3]), recorder=LearningRecorder(rows)), rows
 
 
 def step(engine, logits, committed, drafts=None):
@@ -71,36 +71,20 @@ def test_each_committed_token_is_told_with_its_own_row_after_its_commit():
             assert (said.request, said.position) in told
 
 
-@pytest.mark.parametrize("change", CHANGED)
-def test_who_changes_the_logits_teaches_nothing(change):
+NOT_LEARNED_FROM = {
+    **{name: arrival("a", of=params(temperature=0.0, **{name: value})) for name, value in CHANGED.items()},
+    "no learning": arrival("a", of=params(temperature=0.0, extra_args=asked(learn=False))),
+    "a tenant": arrival("a", of=params(temperature=0.0, extra_args=asked(tenant=7))),
+    "no drafts": arrival("a", of=params(temperature=0.0, extra_args=asked(num_speculative_tokens=0))),
+    "an adapter": dataclasses.replace(arrival("a"), adapter="poet"),
+    "pictures": dataclasses.replace(arrival("a"), num_pictures=1),
+}
+
+
+@pytest.mark.parametrize("case", NOT_LEARNED_FROM)
+def test_no_samples_are_taken_of_requests_that_others_may_not_learn_from(case):
     engine, rows = teaching_engine()
-    opened(engine, "a", of=params(temperature=0.0, **{change: CHANGED[change]}))
-    opened(engine, "b", of=params(temperature=0.0))
-    step(engine, 1, {"a": [8], "b": [8]})
-    assert [lesson.request for lesson in engine.said(TrainingSample)] == [engine["b"].handle]
-    assert rows.asked == [(1, [1])]
-
-
-@pytest.mark.parametrize("ours", [{"learn": False}, {"tenant": 7}, {"num_speculative_tokens": 0}])
-def test_who_does_not_want_to_teaches_nothing(ours):
-    engine, rows = teaching_engine()
-    engine.begin(arrival("a", of=params(temperature=0.0, extra_args=asked(**ours))))
-    step(engine, 1, {"a": [8]})
-    assert engine.said(TrainingSample) == []
-    assert rows.asked == []
-
-
-def test_the_answers_of_an_adapter_are_another_model_s():
-    engine, rows = teaching_engine()
-    engine.begin(dataclasses.replace(arrival("a"), adapter="poet"), arrival("b"), num_requests=2)
-    step(engine, 1, {"a": [8], "b": [8]})
-    assert [lesson.request for lesson in engine.said(TrainingSample)] == [engine["b"].handle]
-    assert rows.asked == [(1, [1])]
-
-
-def test_what_is_said_of_pictures_cannot_be_learnt_without_them():
-    engine, rows = teaching_engine()
-    engine.begin(dataclasses.replace(arrival("a"), num_pictures=1), arrival("b"), num_requests=2)
+    engine.begin(NOT_LEARNED_FROM[case], arrival("b"), num_requests=2)
     step(engine, 1, {"a": [8], "b": [8]})
     assert [lesson.request for lesson in engine.said(TrainingSample)] == [engine["b"].handle]
     assert rows.asked == [(1, [1])]
@@ -124,7 +108,7 @@ def test_steps_that_nobody_asks_after_keep_nothing():
     for number in range(5):
         begun = engine.begin(num_requests=1)
         engine.round.choose(begun, ["a"], number, None)
-    assert len(engine.round._teaching._logits) <= 2
+    assert len(engine.round._recorder._logits) <= 2
     engine.round.commit(begun, {"a": [8]})
     engine.round.take_drafts(begun, ["a"])
     assert rows.asked == [(4, [0])]
@@ -134,11 +118,11 @@ def test_lessons_that_fail_end_and_nothing_else_does(caplog):
     def fails(logits, rows):
         raise RuntimeError("out of memory")
 
-    engine = Engine(drafting([1, 2, 3]), teaching=LearningRecorder(fails))
+    engine = Engine(drafting([1, 2, 3]), recorder=LearningRecorder(fails))
     opened(engine, "a")
     for number in range(3):
         assert step(engine, number, {"a": [8]}) == [[1, 2, 3]]
-    assert caplog.text.count("lessons failed") == 1
+    assert caplog.text.count("training samples failed") == 1
     assert engine.said(TrainingSample) == []
 
 

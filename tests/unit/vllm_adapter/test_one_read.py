@@ -45,11 +45,11 @@ def requests_of(modes: list[Mode], **params: Any) -> list[Request]:
 
 
 def step_of(requests: list[Request]) -> Step:
-    step = Step(1, len(requests), 0, True, {request.request_id: [5, 6, 7] for request in requests[1:]})
+    step = Step.of(1, {}, {request.request_id: [5, 6, 7] for request in requests[1:]})
     ids = np.tile(np.arange(5, 5 + N, dtype=np.int32), (K, 1))
     for request in requests[1:]:
         if request.sampling.mode is Mode.REJECTION:
-            step.q[request.request_id] = SparseQ(ids, np.full(ids.shape, 1 / N, np.float32))
+            step.drafts[request.request_id].q = SparseQ(ids, np.full(ids.shape, 1 / N, np.float32))
     return step
 
 

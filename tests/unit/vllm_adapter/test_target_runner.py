@@ -14,6 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 
+from outrider.actors.round.request import Draft
 from outrider.actors.round.round import UNUSABLE, Arrival
 from outrider.actors.verification.batch import Status
 from outrider.actors.vllm_adapter import target_runner
@@ -59,7 +60,7 @@ def test_a_step_is_what_the_scheduler_said():
         ),
     )
     assert (step.number, step.num_requests, step.num_tokens, step.decodes_only) == (7, 6, 17, False)
-    assert step.drafts == {"d": [5, 6]}
+    assert step.drafts == {"d": Draft([5, 6])}
     assert step.arrived == [
         Arrival("n", PARAMS, [1, 2], 2, "mine"),
         Arrival("e", PARAMS, None, 4),
@@ -72,7 +73,7 @@ def test_a_step_is_what_the_scheduler_said():
 def test_a_step_s_drafts_are_no_alias_of_the_scheduler_s():
     drafts = {"d": [5, 6]}
     step = _step(1, scheduled({"d": 3}, scheduled_spec_decode_tokens=drafts))
-    step.drafts["d"] = [-1, -1]
+    step.drafts["d"].ids[:] = [-1, -1]
     assert drafts == {"d": [5, 6]}
 
 
@@ -125,6 +126,7 @@ class Round:
 
     def settle(self, step: Any, request_ids: list[str], slots: list[int]) -> list[list[int] | None]:
         self.calls.append(("settle", step, request_ids, slots))
+        step.drafts = {name: Draft(list(ids)) for name, ids in zip(request_ids, self.settled, strict=True) if ids}
         return self.settled
 
     def take_drafts(self, step: Any, request_ids: list[str]) -> list[list[int]]:
@@ -231,7 +233,7 @@ def test_a_step_that_was_scheduled_ahead_is_put_right_before_it_runs(runner):
     assert (output.num_scheduled_tokens, output.total_num_scheduled_tokens) == ({"a": 3}, 3)
     assert output.scheduled_cached_reqs.num_computed_tokens == [20]
     step = round_.calls[0][1]
-    assert (step.drafts, step.num_tokens, step.width, step.decodes_only) == ({"a": [5, 6]}, 3, 3, True)
+    assert (step.drafts, step.num_tokens, step.width, step.decodes_only) == ({"a": Draft([5, 6])}, 3, 3, True)
     assert runner.sample_tokens(None).num_drafts == {"a": 2}
     assert runner.take_draft_token_ids().draft_token_ids == [[5, 6]]
     assert [call[0] for call in round_.calls] == ["begin", "settle", "choose", "commit"]
@@ -251,7 +253,7 @@ def test_drafts_that_a_grammar_does_not_allow_are_cut_and_are_nobody_s_mistake(r
     output = runner.sample_tokens(GrammarOutput(["a"], np.arange(5, dtype=np.int32).reshape(5, 1), [1]))
     assert output.num_drafts == {"a": 1}
     assert runner.masks.grammar_bitmask[:, 0].tolist() == [0, 1, 2]
-    assert round_.calls[0][1].drafts == {"a": [5, UNUSABLE]}
+    assert round_.calls[0][1].drafts == {"a": Draft([5, UNUSABLE])}
     assert "bad" not in [call[0] for call in round_.calls]
 
 
