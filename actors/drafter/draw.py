@@ -16,8 +16,9 @@ from torch import Tensor
 
 from outrider.actors.drafter.engine import Draw, Drawn
 from outrider.actors.verification.constraints import Constraints, known_of
-from outrider.actors.verification.draft_sampler import DraftSample, greedy_drafts, sample_drafts
+from outrider.actors.verification.draft_sampler import greedy_drafts, sample_drafts
 from outrider.actors.verification.search import TokenSubset
+from outrider.actors.verification.torch_draws import DraftSample
 from outrider.actors.verification.transfer import in_one_read, to_device
 from outrider.cluster.link.messages import DraftSampling
 from outrider.cluster.modes import Mode

@@ -1,8 +1,8 @@
-"""A drafter's side of learning: it hands over what it was taught, and takes the version that is to serve.
+"""Sends a drafter's training samples to the trainer, and loads the versions that the trainer publishes.
 
 The trainer is an actor that all drafters of an application with the same model share (actors/learning/service.py). A
-drafter follows it whatever it holds itself: a trainer that began anew serves the drafter as it was loaded until it has
-something better, so every version that drafts has been through the gate of the trainer that is there.
+drafter follows the trainer whatever it has loaded itself: a trainer that was restarted publishes the original weights
+until it has a better version, so every version that drafts has passed the present trainer's gate.
 """
 
 from __future__ import annotations
@@ -35,43 +35,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-"""A trainer loads the draft model before it answers."""
+"""The time for the trainer's first answer, before which it loads the draft model."""
 
 FETCH_TIMEOUT_S = 120.0
-"""For the tensors of a version, which may lie on another node."""
+"""The time to fetch a version's tensors, which may be on another node."""
 
 
 class TrainerClient(Protocol):
-    """The trainer as a drafter sees it; may raise whatever a call to another process raises."""
+    """Calls the trainer. Its methods may raise any error of a call to another process."""
 
     def exchange(self, report: Report, taught: list[Text]) -> Update:
-        """See DrafterTrainer.exchange."""
+        """Calls DrafterTrainer.exchange."""
 
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
-        """The version's tensors, by the checkpoint's names."""
+        """Returns a version's tensors, by the checkpoint's names."""
 
     def base(self) -> str:
-        """sampled_digest of the drafter's own checkpoint."""
+        """Returns the sampled_digest of the drafter's own checkpoint."""
 
     def as_loaded(self, names: Collection[str]) -> Mapping[str, Tensor]:
-        """These tensors of the drafter as it was loaded."""
+        """Returns some tensors of the drafter's original weights."""
 
     def go_back(self, number: int) -> tuple[int | None, str]:
-        """See DrafterTrainer.go_back."""
+        """Calls DrafterTrainer.go_back."""
 
 
 def trainer_options(learn: LearningConfig) -> dict[str, Any]:
-    """Returns Ray's options for the trainer's actor. It reserves no CPU: at the lowest priority it costs a drafter on
-    the same core 3 to 6% of its rounds, and none on a core of its own (docs/learning.md)."""
+    """Returns Ray's options for the trainer's actor.
+
+    It reserves no CPU: at the lowest priority it costs a drafter on the same core 3 to 6% of its rounds, and none on a
+    core of its own (docs/learning.md).
+    """
     return {"num_gpus": learn.num_gpus, "max_concurrency": 8, "runtime_env": {"env_vars": OWN_GPUS}}
 
 
 class RayTrainerClient:
+    """Implements TrainerClient on the trainer's Ray actor."""
+
     def __init__(self, app_name: str, config: DraftModelConfig) -> None:
         learn = config.learn
         assert learn is not None
         self._model, self._revision = config.model, config.revision
-        # Another model, or other settings, are another trainer's: one of an application before this may still be there.
+        # The name depends on model and settings, since the trainer of an earlier application may still run.
         local = Path(config.model).expanduser()
         self._base = sampled_digest(local) if local.is_dir() else None
         told = json.dumps([config.model, self._base or config.revision, learn.model_dump()], sort_keys=True)
@@ -107,32 +112,34 @@ class RayTrainerClient:
 
 
 class LearningMember(Member):
+    """Exchanges samples and versions with the trainer at intervals, beside a drafter's loop."""
+
     def __init__(
         self, teacher: TrainerClient, loop: DraftLoop, proposer: DraftModelProposer, drafter: str | None = None
     ) -> None:
-        """drafter: the same after a restart; None: there is none."""
+        """drafter: a name that stays the same after a restart; None: a random one."""
         super().__init__("trainer", self._once)
         self._teacher, self._loop, self._proposer = teacher, loop, proposer
         self._name = drafter or secrets.token_hex(8)
         self._held: tuple[str, int] | None = None
-        """Trainer and number of the version that was dealt with last; None: none was."""
+        """Trainer and number of the version that was loaded or refused last, if any."""
 
         self._taking: tuple[str, int] | None = None
-        """Likewise, of one that has been handed to the loop and is not loaded yet."""
+        """Trainer and number of a version that the loop has not loaded yet."""
 
         self._tensors: Mapping[str, Tensor] | None = None
-        """What drafts; None: as it was loaded."""
+        """The weights in use; None for the original ones."""
 
         self._drafting = 0
-        """Number of the version that drafts."""
+        """Number of the version in use."""
 
         self._refused: tuple[str, int] | None = None
-        """The last of those that `refused` counts."""
+        """The last version that was refused."""
 
         self._is_swapping = False
         self.changes = 0
         self.refused = 0
-        """Versions that cannot be what this drafter's trainer made, or could not be loaded."""
+        """Versions that are not of this drafter's trainer, or could not be loaded."""
 
         self.figures: dict[str, Any] = {}
 
@@ -146,7 +153,7 @@ class LearningMember(Member):
         return False
 
     def _offered(self, update: Update) -> None:
-        """A version that is new here: what a trainer of this very checkpoint cannot have made is refused."""
+        """Hands a new version to the loop, and refuses one that was trained from another checkpoint."""
         if update.base != self._teacher.base():
             self._refuse(update.version)
             logger.error(
@@ -156,7 +163,7 @@ class LearningMember(Member):
             )  # fmt: skip
             return
         tensors = self._teacher.fetch(update)
-        # A trainer never gives these out. What did is not to be believed in anything else either.
+        # A trainer never publishes these, so nothing else of this version can be trusted either.
         if not tensors or not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             self._refuse(update.version)
             logger.error("version %s is refused: it holds numbers that are not finite", update.version)
@@ -170,14 +177,17 @@ class LearningMember(Member):
         tensors: Mapping[str, Tensor],
         load: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """On the loop's thread: what cannot be loaded leaves what was there before. Raises where that cannot be loaded
-        again either: nobody knows then what drafts, and the next life is not given the version a third time."""
+        """Loads a version on the loop's thread, or loads the previous weights again if that fails.
+
+        Raises where these cannot be loaded either, since the weights are then undefined. The trainer does not offer the
+        version a third time after the restart.
+        """
         self._is_swapping = True
         try:
             try:
                 load(tensors)
             except Exception:
-                logger.exception("version %s cannot be loaded: what was there before is loaded again", version)
+                logger.exception("version %s cannot be loaded: the previous weights are loaded again", version)
                 load(self._teacher.as_loaded(tensors.keys()) if self._tensors is None else self._tensors)
                 self._refuse(version)
                 return
@@ -192,18 +202,18 @@ class LearningMember(Member):
         self._refused = self._held = version
 
     def at_work(self) -> dict[int | str, int]:
-        """See DraftLoop.at_work; a swap is told apart from a step. Takes no lock."""
+        """Returns DraftLoop.at_work, with a swap of weights apart from a step. Takes no lock."""
         at_work = self._loop.at_work()
         if self._is_swapping and STEP in at_work:
             at_work[SWAP] = at_work.pop(STEP)
         return at_work
 
     def go_back(self, number: int) -> tuple[int | None, str]:
-        """For all drafters of the trainer's, this one too, with the next exchange. See TrainerClient."""
+        """Returns all drafters of the trainer to an earlier version, with their next exchange. See TrainerClient."""
         return self._teacher.go_back(number)
 
     def status(self) -> dict[str, Any]:
-        """In plain values."""
+        """Returns the state in plain values."""
         return {
             "version": self._drafting,
             "changes": self.changes,

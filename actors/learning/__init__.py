@@ -1,1 +1,1 @@
-"""How a draft model is trained on what its target says: before it serves (``deploy/distill``) and while it serves."""
+"""Trains a draft model on its target's answers, before it serves (``deploy/distill``) and while it serves."""

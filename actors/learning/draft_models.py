@@ -1,4 +1,4 @@
-"""Draft models as they are trained. Thin over transformers."""
+"""Loads draft models for training, through Transformers."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LEAST_TEXTS = 12
-"""Held-out texts, of prompts of their own, without which nothing is decided."""
+"""The least held-out texts, of different prompts, for a decision."""
 
 MOST_LOST = 0.02
 """Acceptance that a version may lose on older texts: in the mean against the version that serves, and with confidence
@@ -23,7 +23,7 @@ _STUDENT_95 = 1.8  # for 11 degrees of freedom, those of LEAST_TEXTS; for more i
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of acceptance per token: the mean over texts, and how far it may be off."""
+    """Holds the difference of acceptance per token: its mean over texts and its margin of error."""
 
     mean: float
     margin: float
@@ -42,12 +42,12 @@ class Difference:
 
     @property
     def is_gain(self) -> bool:
-        """With confidence. NaN is none."""
+        """Returns whether the difference is a gain with confidence. NaN is none."""
         return self.texts >= LEAST_TEXTS and self.mean - self.margin > 0
 
     @property
     def is_loss(self) -> bool:
-        """With confidence."""
+        """Returns whether the difference is a loss with confidence."""
         return self.texts >= LEAST_TEXTS and self.mean + self.margin < 0
 
     def row(self) -> dict[str, Any]:
@@ -58,7 +58,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """reason: ``gain``, with which a version serves; or ``no_texts``, ``not_finite``, ``no_gain``, ``forgets``."""
+    """Holds the gate's decision. reason: ``gain`` if a version passes, or ``no_texts``, ``not_finite``, ``no_gain`` or
+    ``forgets``."""
 
     reason: str
     recent: Difference | None = None
@@ -71,7 +72,7 @@ class Verdict:
 
     @property
     def is_bad(self) -> bool:
-        """Training on from here is no use. What forgets may come to lose nothing."""
+        """Returns whether to stop training from here. A version that forgets may still recover."""
         return self.reason == "not_finite" or (self.recent is not None and self.recent.is_loss)
 
     def row(self) -> dict[str, Any]:

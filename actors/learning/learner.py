@@ -46,7 +46,10 @@ _RISE_STEPS = 20  # over which the learning rate rises, at the beginning and whe
 
 
 class Learner:
-    """work and compare belong to one thread; all else may be called from any, resume before anything else."""
+    """Trains a drafter and decides which version serves.
+
+    `work` and `compare` belong to one thread; the other methods may be called from any, `resume` before all others.
+    """
 
     def __init__(
         self,

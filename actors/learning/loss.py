@@ -1,4 +1,4 @@
-"""How far a drafter's distribution is from the target's. Functions on tensors.
+"""Computes how far a drafter's distribution is from the target's.
 
 Shapes: P positions, T of the target's likeliest tokens, V tokens of the drafter's vocabulary, S of them computed.
 
@@ -30,7 +30,7 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True)
 class DraftIds:
-    """The tokens whose logits are computed: all, or the draft vocabulary and a sample of the others.
+    """Chooses the tokens whose logits are computed: all, or the draft vocabulary and a sample of the others.
 
     The sample stands for all others in the drafter's normalisation, each weighted by how many it stands for: the head
     is a tenth of the size, and the drafter still learns to leave the others alone.
@@ -60,7 +60,7 @@ class DraftIds:
         return DraftIds(torch.cat([named, drawn]).to(device), len(named), place.to(device), weight)
 
     def log_q(self, logits: Tensor, top_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of top_ids, float32 [P, T], and which of them are named, bool [P, T].
+        """Returns log-probabilities of top_ids, float32 [P, T], and which of them are named, bool [P, T].
 
         logits: float32 [P, S]. A token that is not named has a meaningless value.
         """
@@ -75,7 +75,7 @@ class DraftIds:
 
 
 def distances(log_q: Tensor, named: Tensor, top_log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Forward KL and overlap (the probability that a draft is accepted), float32 [P] each.
+    """Returns forward KL and overlap (the probability that a draft is accepted), float32 [P] each.
 
     log_q, named: [P, T], see DraftIds.log_q. top_log_p: [P, T]. What is not among the T, or not named, is lumped, so
     KL is at most the true one, and the overlap at least the true one.
@@ -89,7 +89,7 @@ def distances(log_q: Tensor, named: Tensor, top_log_p: Tensor) -> tuple[Tensor, 
 
 
 def mixed(kl: Tensor, overlap: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and the mean overlap without gradient. weight: float32 [P], of each position."""
+    """Returns the loss, and the mean overlap without gradient. weight: float32 [P], of each position."""
     weight = weight / weight.sum().clamp(min=_LEAST)
     accepted = (overlap.detach() * weight).sum()
     share = torch.exp(-KL_FALL * accepted)
@@ -97,6 +97,6 @@ def mixed(kl: Tensor, overlap: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def head(hidden: Tensor, weight: Tensor, ids: Tensor | None) -> Tensor:
-    """Logits, float32 [P, S]. hidden: [P, H]; weight: [V, H], of the output head."""
+    """Returns logits, float32 [P, S]. hidden: [P, H]; weight: [V, H], of the output head."""
     rows = weight if ids is None else weight[ids]
     return functional.linear(hidden.to(rows.dtype), rows).float()

@@ -1,4 +1,4 @@
-"""Texts that are kept to train on, and those that versions are compared on. Pure.
+"""Keeps texts to train on, and held-out texts to compare versions on.
 
 Training on the latest traffic alone forgets what came before, so half of a batch is a uniform sample of everything seen
 so far (reservoir sampling, Vitter 1985), half of that general texts where there are some. Answers to some prompts are
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from outrider.actors.learning.texts import Text
 
 HELD_TEXTS = 96
-"""Held-out texts of each kind, at most: comparing a version costs a forward pass over each."""
+"""The most held-out texts of each kind: comparing a version costs a forward pass over each."""
 
 RECENT_TEXTS = PAST_TEXTS = 400
 """The latest texts, and the sample of all. A shift of domain was followed after 6,500 tokens (docs/learning.md), some
@@ -62,11 +62,11 @@ class Replay:
 
     @property
     def num_kept(self) -> int:
-        """Different texts that are kept now to train on, without the general ones."""
+        """Returns how many different texts are kept to train on, without the general ones."""
         return len({*self._recent, *self._past.kept})
 
     def batch(self, size: int) -> list[Text]:
-        """Half of them recent, a quarter general where there are such. Empty while nothing has come."""
+        """Draws a batch: half recent texts, a quarter general ones if there are any. Empty before the first text."""
         if not self._recent:
             return []
         num_general = size // 4 if self._general else 0
@@ -75,9 +75,9 @@ class Replay:
         return chosen + [self._chance.choice(self._past.kept) for _ in range(size // 2 - num_general)]
 
     def held_recent(self, since: int = 0) -> list[Text]:
-        """The latest held-out texts; since: of those that came when num_held_out was that or more."""
+        """Returns the latest held-out texts; since: those that came when num_held_out was that or more."""
         return list(self._held_recent)[max(len(self._held_recent) - (self.num_held_out - since), 0) :]
 
     def held_past(self) -> list[Text]:
-        """A uniform sample of all held-out texts."""
+        """Returns a uniform sample of all held-out texts."""
         return list(self._held_past.kept)

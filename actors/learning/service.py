@@ -1,4 +1,4 @@
-"""The Ray actor that trains: it takes what drafters were taught, and says which version is to serve.
+"""Runs the trainer as a Ray actor, which takes training samples from drafters and publishes versions.
 
 It works at the lowest priority, on cores or a GPU of its own. Losing it costs what it learned since the last version on
 disk, and nothing else.
@@ -39,7 +39,7 @@ _IDLE_LIFE_S = 1800.0
 
 @dataclass(frozen=True)
 class Report:
-    """A drafter describes itself by this. Versions are told by learner and number."""
+    """Describes a drafter to the trainer. A version is named by learner and number."""
 
     drafter: str  # the same after a restart
     held: tuple[str, int] | None = None  # the version that it has dealt with last; None: it drafts as it was loaded
@@ -68,7 +68,7 @@ class VersionServer:
         self._refused: dict[str, tuple[str, int]] = {}
 
     def exchange(self, report: Report, taught: list[Text], **figures: Any) -> Update:
-        """figures: beside the learner's."""
+        """figures: figures to add to the learner's."""
         self._learner.add(taught)
         if report.refused is not None:
             self._refused[report.drafter] = report.refused
@@ -84,7 +84,7 @@ class VersionServer:
 
 
 class DrafterTrainer:
-    """Loads the draft model at construction."""
+    """Trains one draft model for all its drafters. Construction loads the model."""
 
     def __init__(self, model: str, revision: str | None, settings: LearningConfig) -> None:
         configure_logging()
@@ -116,12 +116,12 @@ class DrafterTrainer:
         threading.Thread(target=self._train, name="training", daemon=True).start()
 
     async def exchange(self, report: Report, taught: list[Text]) -> Update:
-        """See VersionServer."""
+        """Calls VersionServer.exchange."""
         self._life.asked()
         return self._versions.exchange(report, taught, store_failures=self._store_failures)
 
     async def go_back(self, number: int) -> tuple[int | None, str]:
-        """See Learner.go_back: the number under which it serves; None, and why not. A restart does not undo it."""
+        """Calls Learner.go_back, and returns the new number, or None and why not. A restart does not undo it."""
         self._life.asked()
         try:
             serving = self._learner.go_back(number)

@@ -1,4 +1,4 @@
-"""A text of the target's with its likeliest tokens at each position: what a drafter is trained on, in numpy."""
+"""Holds the target's texts with its likeliest tokens at each position, on which a drafter is trained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEAST_GENERAL = 2 * LEAST_TEXTS
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """The tokens of a prompt, or of its end, and of its answer, or of a part of it."""
+    """Holds the tokens of a prompt, or of its end, and of its answer, or of a part of it."""
 
     prompt: int  # which of the prompts; of traffic a hash of 63 bits, the same for all answers to one prompt
     sample: int  # 0: greedy

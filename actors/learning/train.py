@@ -1,4 +1,4 @@
-"""Trains a drafter on the target's texts: a plain loop in PyTorch.
+"""Trains a drafter on the target's texts, by a plain loop in PyTorch.
 
 accelerate would add nothing here: there is one process on one device, and mixed precision is a line of torch's.
 """
@@ -125,7 +125,7 @@ class Trainer:
                     yield (drafted == torch.from_numpy(text.ids[text.start :])).float(), shared
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies these into the tensors that are trained."""
+        """Copies tensors into those that are trained."""
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(tensors[name])

@@ -1,4 +1,4 @@
-"""Collects on the drafter what it learns from: parts of answers with the target's likeliest tokens. Pure."""
+"""Collects training samples on the drafter: parts of answers with the target's likeliest tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IDENTITY_TOKENS = 512
 """The last tokens of a prompt stand for the prompt: the first ones are the same wherever a system prompt is."""
 
 _MOST_WAITING_TOKENS = 200_000
-"""Of all parts that the trainer has not fetched."""
+"""The most tokens of all parts that the trainer has not fetched."""
 
 _LEAST_LIKELIEST = -20.0
 """The likeliest token of a vocabulary is likelier, so this was no distribution."""

@@ -1,4 +1,4 @@
-"""Versions of a drafter: what is recorded of each, and the file of each on disk."""
+"""Records a drafter's versions, and keeps a file of each on disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 @dataclass(eq=False)
 class Version:
-    """A copy of the tensors in training at one moment, rounded as the drafter holds them."""
+    """Holds a copy of the tensors in training at one moment, rounded as the drafter holds them."""
 
     number: int  # 0: the drafter as it was loaded
     tensors: Mapping[str, Tensor]  # empty once it is no longer kept
@@ -80,7 +80,7 @@ class VersionStore:
     """
 
     def __init__(self, directory: Path, base: Path) -> None:
-        """base: the checkpoint that learning began with."""
+        """base: the checkpoint from which training started."""
         self._directory, self._base = directory / sampled_digest(base)[:12], base
 
     def save(self, number: int, tensors: Mapping[str, Tensor]) -> Path:
@@ -116,7 +116,7 @@ class VersionStore:
         return None
 
     def _files(self) -> dict[int, Path]:
-        """By number, ascending."""
+        """Returns the files by number, ascending."""
         found = {path.stem.removeprefix("version-"): path for path in self._directory.glob("version-*.safetensors")}
         return dict(sorted((int(number), path) for number, path in found.items() if number.isdigit()))
 

@@ -43,7 +43,7 @@ from outrider.actors.serving.actor_calls import result_within
 from outrider.actors.serving.co_located import check_co_located
 from outrider.actors.serving.failures import silence_refusal_logs
 from outrider.actors.serving.registry_client import CONTROL_TIMEOUT_S, RegistryClient
-from outrider.actors.vllm_adapter.heartbeat import HEARTBEAT, Heartbeat
+from outrider.actors.vllm_adapter.watchdogs import HEARTBEAT, Heartbeat
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.drafter_registry import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
@@ -106,7 +106,7 @@ class Target:
             self._engine = self._start_engine()
             start_up.done("engine core and ranks started, model loaded")
             self._openai = await self._start_openai()
-            self._engine.adapters.requests = self._openai.adapters
+            self._engine.adapters = self._openai.adapters
         self._metrics = self._replica_metrics()
         self._routing_stats = self._stats_for_routing()
         await self._engine.warm_up()

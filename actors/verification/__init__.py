@@ -1,4 +1,4 @@
-"""Exact verification of drafts: pure functions on tensors. Ray and vLLM are not known here.
+"""Verifies drafts exactly, by pure functions on tensors that know neither Ray nor vLLM.
 
-p is the target's distribution, q the drafter's, everywhere.
+p is the target's distribution and q the drafter's, everywhere.
 """

@@ -1,4 +1,4 @@
-"""What verification takes and gives, which drafts it can believe, and who does it.
+"""Defines the input and the result of verification, and checks which drafts can be used.
 
 Shapes: B requests; k_i drafts of request i (0 allowed), K the largest; D = sum k_i drafts; R = D + B rows of logits,
 request after request, k_i + 1 rows each: row j of a request predicts the token at `position + j`. V tokens in the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,25 +24,25 @@ from outrider.cluster.modes import Mode
 
 
 class Status(enum.IntFlag):
-    """What was wrong with a request's input, bits of `VerificationResult.status`."""
+    """Says what was wrong with a request's input, as bits of `VerificationResult.status`."""
 
     OK = 0
     BAD_PROPOSAL = 1
-    """A draft id out of range, or a q that cannot have been sampled from. Drafts from there on were ignored; the
-    tokens are right."""
+    """A draft id is out of range, or a q cannot have been sampled from. Drafts from there on were ignored; the
+    committed tokens are right."""
 
     BAD_LOGITS = 2
-    """NaN, +inf or nothing but -inf in the row of the next token. No token of the request is committed."""
+    """The row of the next token has NaN, +inf or nothing but -inf. No token of the request is committed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sampling:
-    """Per-request sampling parameters, [B] each, of any integer or floating type, in the host's memory.
+    """Holds sampling parameters by request, [B] each, of any integer or floating type, in the host's memory.
 
     mode: `Mode`. temperature: above 0, ignored in GREEDY. top_k: 0 or -1 for none. top_p in (0, 1], min_p in [0, 1].
-    seed: 64 bits. Requests without one need a random seed of their own, from the operating system, in every mode but
-        GREEDY; never a seed shared by requests.
-    position: of the first row's token in the sequence, prompt included.
+    seed: 64 bits. In every mode but GREEDY a request without one needs a random seed of its own, from the operating
+        system, never one that requests share.
+    position: the position of the first row's token in the sequence, prompt included.
     """
 
     mode: NDArray[Any]
@@ -64,7 +64,7 @@ class Sampling:
         top_p: float = 1.0,
         min_p: float = 0.0,
     ) -> Sampling:
-        """The same parameters for all requests but seed and position."""
+        """Returns the same parameters for all requests, except for seed and position."""
         count = len(seed)
         return cls(
             mode=np.full(count, int(mode)),
@@ -77,15 +77,18 @@ class Sampling:
         )
 
     def checked(self, requests: int) -> Sampling:
-        """The parameters of so many requests as int64 and float32. Raises ValueError naming one that is out of its
-        range."""
+        """Returns the parameters as int64 and float32.
+
+        Raises:
+            ValueError: there are not as many as `requests`, or one is out of its range; the message names it.
+        """
         for name, value in vars(self).items():
             if len(value) != requests:
-                raise ValueError(f"{name} of {len(value)} requests for {requests}")
+                raise ValueError(f"{name} has {len(value)} values for {requests} requests")
         real = ("temperature", "top_p", "min_p")
         kinds = {name: np.float32 if name in real else np.int64 for name in vars(self)}
         s = Sampling(**{name: np.asarray(value, kinds[name]) for name, value in vars(self).items()})
-        # Written so that NaN fails.
+        # NaN fails every comparison, so each must hold for a good value.
         right = {
             "mode": (s.mode >= 0) & (s.mode <= 3),
             "temperature": (s.mode == 0) | ((s.temperature > 0) & (s.temperature < np.inf)),
@@ -102,7 +105,7 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """Consecutive rows and requests of one mode, known to the host. Slices into rows and requests."""
+    """Describes consecutive rows and requests that have the same mode, by slices into both."""
 
     mode: Mode
     rows: slice
@@ -111,11 +114,11 @@ class RowGroup:
 
 @dataclass(frozen=True, eq=False)
 class VerificationBatch:
-    """One step's input, made by `build`. Tensors on the logits' device.
+    """Holds one step's input, as tensors on the logits' device. `build` makes it.
 
-    logits: float32 [R, V], after logits processors (penalties, bias, masks), before temperature. Not changed.
+    logits: float32 [R, V], after logits processors (penalties, bias, masks) and before temperature; never changed.
     draft_ids: int64 [D]. q_ids: int64 [D, n] and q_probs: float32 [D, n], or None when no request has a q. A request
-    without q gets one-hot rows: what a drafter that does not sample really samples from.
+    without q gets one-hot rows, which is the distribution of a drafter that does not sample.
     num_drafts, first_row, first_draft: int64 [B]. row_request: int64 [R]. max_drafts: K.
     """
 
@@ -145,12 +148,16 @@ class VerificationBatch:
         q_probs: Tensor | None = None,
         has_q: Tensor | None = None,
     ) -> VerificationBatch:
-        """num_drafts, has_q (default: all, if there is a q): CPU tensors [B]; the others as in the class, but that
-        proposals may be of any integer and floating type in the host's memory: they travel with the parameters, in one
-        copy that waits for nothing.
+        """Makes a batch, and copies parameters and proposals to the device in one copy that nobody waits for.
 
-        Raises ValueError for shapes and parameters that do not fit, which are mistakes of the caller. Bad contents
-        of logits and proposals are not: they end up in `VerificationResult.status`.
+        Args:
+            num_drafts: CPU tensor [B].
+            has_q: bool CPU tensor [B], which requests have a q; by default all, if there is a q.
+            draft_ids, q_ids, q_probs: as in the class, of any integer and floating type if in the host's memory.
+
+        Raises:
+            ValueError: shapes or parameters do not fit, a mistake of the caller. Bad contents of logits and proposals
+                do not raise; they end up in `VerificationResult.status`.
         """
         device, (rows, vocab_size) = logits.device, logits.shape
         requests, drafts = len(num_drafts), len(draft_ids)
@@ -165,7 +172,7 @@ class VerificationBatch:
         if q_ids is not None and (q_ids.shape[0] != drafts or q_ids.shape[1] > vocab_size):
             raise ValueError(f"q is {list(q_ids.shape)} for {drafts} drafts and {vocab_size} tokens")
 
-        # numpy, because this is the host's work of every step and a small torch operation costs several times as much.
+        # The host does this in every step, and a small torch operation costs several times as much as numpy's.
         index = np.arange(requests)
         first_draft = counts.cumsum() - counts
         row_request = index.repeat(counts + 1)
@@ -205,58 +212,40 @@ class VerificationBatch:
 
 @dataclass(frozen=True, eq=False)
 class VerificationResult:
-    """token_ids: int32 [B, K + 1], the committed tokens of each request, then -1.
+    """Holds the committed tokens of one step.
+
+    token_ids: int32 [B, K + 1], the committed tokens of each request, then -1.
     accepted_len: int64 [B], how many of them are drafts: accepted_len + 1 are committed, or none with BAD_LOGITS.
-    status: int64 [B], `Status` bits."""
+    status: int64 [B], `Status` bits.
+    """
 
     token_ids: Tensor
     accepted_len: Tensor
     status: Tensor
 
 
-class Verification(Protocol):
-    """Decides one step: which drafts are committed and which token comes after them.
-
-    Committed tokens are distributed exactly as if each had been sampled from p alone; in GREEDY and COUPLED mode they
-    are the very tokens that k = 0 gives.
-    """
-
-    def __call__(self, batch: VerificationBatch) -> VerificationResult: ...
-
-
-def choose(device: torch.device | str) -> Verification:
-    """The implementation for logits on `device`. Raises ImportError on a GPU without Triton."""
-    if torch.device(device).type == "cuda":
-        from outrider.actors.verification.triton_kernel import verify as triton_verify
-
-        return triton_verify
-    from outrider.actors.verification.torch_kernel import verify
-
-    return verify
-
-
 def valid_ids(draft_ids: Tensor, vocab_size: int) -> Tensor:
-    """bool [D]: the id exists. draft_ids: int64 [D]."""
+    """Returns whether each id is in the vocabulary, bool [D]. draft_ids: int64 [D]."""
     return draft_ids.clamp(0, vocab_size - 1) == draft_ids
 
 
 def valid_q(draft_ids: Tensor, q_ids: Tensor, q_probs: Tensor, vocab_size: int) -> Tensor:
-    """bool [D]: the row of q is a distribution that the draft can have been sampled from: ids in range, none twice;
-    probabilities finite, not negative, summing to one within 1e-3; the draft's own above 0.
+    """Returns whether each row of q is a distribution that its draft can have been sampled from, bool [D].
 
-    draft_ids: int64 [D]; q_ids: int64 [D, n]; q_probs: float32 [D, n].
+    Ids must be in range and distinct, probabilities finite, not negative and sum to one within 1e-3, and the draft's
+    own must be above 0. draft_ids: int64 [D]; q_ids: int64 [D, n]; q_probs: float32 [D, n].
     """
     in_range = valid_ids(q_ids, vocab_size).all(-1)
     ordered = q_ids.sort(-1).values
     distinct = (ordered[:, 1:] != ordered[:, :-1]).all(-1)
-    # Written so that NaN fails.
+    # NaN fails every comparison, so each must hold for a good value.
     proper = (q_probs >= 0).all(-1) & ((q_probs.sum(-1) - 1).abs() <= Q_SUM_TOLERANCE)
     drawn = ((q_ids == draft_ids.unsqueeze(1)) & (q_probs > 0)).any(-1)
     return in_range & distinct & proper & drawn
 
 
 def leading(true: Tensor) -> Tensor:
-    """How many stand before the first that is not true: int64 [B]. true: bool [B, K]."""
+    """Counts the true values before the first false one, int64 [B]. true: bool [B, K]."""
     return true.cumprod(-1).sum(-1)
 
 
@@ -268,7 +257,7 @@ def _proposals(
     counts: NDArray[np.int64],
     vocab_size: int,
 ) -> list[NDArray[Any]]:
-    """draft_ids and, if there is a q, q_ids and q_probs, as in the class. All in the host's memory."""
+    """Returns draft_ids and, if there is a q, q_ids and q_probs, with one-hot rows for requests without q."""
     drafts = draft_ids.to(torch.int64).contiguous().numpy()
     if q_ids is None or q_probs is None:
         return [drafts]
@@ -283,7 +272,7 @@ def _proposals(
 
 
 def _constraints(s: Sampling, vocab_size: int) -> tuple[list[NDArray[Any]], tuple[int, bool, bool, bool]]:
-    """`Constraints` of requests, before they are repeated for rows: the arrays, and what the host knows of them."""
+    """Returns the arrays of `Constraints` by request, not yet by row, and the host's summary of them."""
     greedy = s.mode == 0
     top_k = np.where(greedy | (s.top_k < 0) | (s.top_k >= vocab_size), 0, s.top_k)
     top_p, min_p, temperature = s.top_p, s.min_p, s.temperature
@@ -295,7 +284,7 @@ def _constraints(s: Sampling, vocab_size: int) -> tuple[list[NDArray[Any]], tupl
 
 
 def _groups(mode: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> tuple[RowGroup, ...]:
-    """Runs of equal modes. REJECTION and BLOCK scan their rows alike, but the run's mode is kept."""
+    """Returns the runs of equal modes."""
     requests = len(mode)
     if not requests:
         return ()

@@ -1,7 +1,7 @@
-"""Sampling constraints on p: temperature, then min_p, top_k, top_p, in the plain sampler's order.
+"""Turns min_p, top_k and top_p, applied in this order after temperature, into one threshold by row.
 
-Each of the three masks keeps the tokens at or above some logit, so a row's constraints come down to one number, the
-threshold, and no masked copy of the logits is needed. Tokens that tie with the threshold are all kept.
+Each of the three masks keeps the tokens at or above some logit, so no masked copy of the logits is needed. Tokens that
+tie with the threshold are all kept.
 """
 
 from __future__ import annotations
@@ -14,15 +14,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-PREFIX = 1024  # tokens that hold the mass asked for in most rows; ordering these is 14 times cheaper than all on a CPU
-BINS, BIN_RANGE = 4096, 24.0  # of log-probability below the likeliest token; the last bin takes what is below
-CHUNK_ELEMENTS = 1 << 19  # so that a chunk's intermediate values stay in cache
-GPU_CHUNK_ELEMENTS = 1 << 25  # 128 MiB of weights for a chunk, whatever the batch
+PREFIX = 1024
+"""Tokens that a CPU orders first. They hold top_p in most rows, and ordering all would take 14 times as long."""
+
+BINS, BIN_RANGE = 4096, 24.0
+"""Bins of log-probability below the likeliest token, and their range; the last bin takes what is below."""
+
+CHUNK_ELEMENTS = 1 << 19
+"""Logits that a CPU works on at once, so that intermediate values stay in cache."""
+
+GPU_CHUNK_ELEMENTS = 1 << 25
+"""Logits that a GPU works on at once: 128 MiB of weights, whatever the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Per row, on the logits' device. What the host knows about all rows together saves work and host syncs.
+    """Holds the constraints of each row on the logits' device, and the host's summary of all rows.
+
+    The summary saves work and synchronisations with the device.
 
     temperature: float32 [R], above 0. top_k: int64 [R], 0 for none. top_p: float32 [R] in (0, 1]. min_p: float32 [R].
     max_top_k: the largest top_k in use, 0 if none is. all_top_k: every row has a top_k.
@@ -43,20 +52,22 @@ class Constraints:
         return self.max_top_k > 0 or self.any_top_p or self.any_min_p
 
     def rows(self, part: slice | Tensor) -> Constraints:
-        """The same for some of the rows. What the host knew of all rows holds for them, if less sharply."""
+        """Returns the constraints of some rows. The summary stays that of all rows, which holds for some too."""
         values = {name: getattr(self, name)[part] for name in ("temperature", "top_k", "top_p", "min_p")}
         return replace(self, **values)
 
 
 def known_of(top_k: NDArray[Any], top_p: NDArray[Any], min_p: NDArray[Any]) -> tuple[int, bool, bool, bool]:
-    """What `Constraints` has of all rows together, in its order."""
+    """Returns the summary of all rows that `Constraints` holds, in its order."""
     max_top_k = int(top_k.max(initial=0))
     return max_top_k, max_top_k > 0 and bool((top_k > 0).all()), bool((top_p < 1).any()), bool((min_p > 0).any())
 
 
 def thresholds(logits: Tensor, row_max: Tensor, constraints: Constraints) -> Tensor:
-    """The logit from which a token is kept. logits: float32 [R, V]; row_max: float32 [R]. Returns float32 [R], -inf
-    where nothing is cut. The likeliest token is always kept. Nothing here syncs with a GPU."""
+    """Returns the logit from which a row's tokens are kept, float32 [R], -inf where nothing is cut.
+
+    The likeliest token is always kept. Does not wait for a GPU. logits: float32 [R, V]; row_max: float32 [R].
+    """
     rows, vocab_size = logits.shape
     step = max(1, (CHUNK_ELEMENTS if logits.device.type == "cpu" else GPU_CHUNK_ELEMENTS) // vocab_size)
     parts = [slice(start, start + step) for start in range(0, rows, step)]
@@ -83,9 +94,10 @@ def _thresholds(logits: Tensor, row_max: Tensor, c: Constraints) -> Tensor:
 def _top_p_thresholds(
     logits: Tensor, row_max: Tensor, threshold: Tensor, ordered: Tensor | None, c: Constraints
 ) -> Tensor:
-    """top_p of the mass that the earlier masks left: a token is kept while those before it hold less than top_p.
+    """Returns the threshold of top_p of the mass that min_p and top_k left, float32 [R].
 
-    ordered: the largest logits in descending order, if they hold all that the earlier masks left.
+    A token is kept while the likelier ones hold less than top_p. ordered: the largest logits in descending order, if
+    they hold all that the earlier masks left.
     """
 
     def weight(values: Tensor) -> Tensor:
@@ -93,14 +105,14 @@ def _top_p_thresholds(
         return e.masked_fill_(values < threshold.unsqueeze(1), 0.0)
 
     if ordered is None and logits.device.type == "cuda":
-        from outrider.actors.verification import triton_kernel
+        from outrider.actors.verification import triton_top_p
 
         weights = weight(logits)
-        return triton_kernel.nucleus(logits, weights, c.top_p * weights.sum(-1, dtype=torch.float64))
+        return triton_top_p.nucleus(logits, weights, c.top_p * weights.sum(-1, dtype=torch.float64))
     on_cpu = logits.device.type == "cpu"
     mass = weight(logits if ordered is None else ordered).sum(-1, dtype=torch.float64)
     if ordered is not None:
-        # Tokens that tie with the last of the top k are kept without being listed.
+        # Tokens that tie with the k-th are kept too, but are not among the ordered ones.
         floor = threshold.unsqueeze(1)
         unlisted = (logits >= floor).sum(-1) - (ordered >= floor).sum(-1)
         mass = mass + unlisted * weight(floor).squeeze(1).to(torch.float64)
@@ -125,8 +137,10 @@ def _top_p_thresholds(
 
 
 def _threshold_by_bins(logits: Tensor, below: Tensor, threshold: Tensor, top_p: Tensor) -> Tensor:
-    """One row's top_p threshold without sorting the row: the mass of bins of equal width first, then the order inside
-    the one bin where top_p is reached. logits: float32 [V]; below: float32 [V], how far under the largest, over T."""
+    """Returns one row's top_p threshold, by the mass of equal bins and then the order inside one of them.
+
+    logits: float32 [V]; below: float32 [V], how far each is below the largest, divided by the temperature.
+    """
     weight = torch.where(logits >= threshold, (-below).exp(), 0.0).to(torch.float64)
     bin_of = (below * (BINS / BIN_RANGE)).clamp_(0, BINS - 1).to(torch.int64)
     mass = torch.bincount(bin_of, weight, minlength=BINS)

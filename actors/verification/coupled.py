@@ -1,8 +1,8 @@
-"""The token that coupled noise chooses, found without the noise of every token. For the CPU; triton_draws.py has the
-same choice for GPUs.
+"""Finds the token that coupled noise chooses, on a CPU, without the noise of every token.
 
-argmax_x(log p(x) + g(x)): see noise.py for g and where the rule comes from. The leading bits of the noise, cheap for
-all tokens, rule out all but a few; the rest of the noise is made for those alone.
+The choice is argmax_x(log p(x) + g(x)); noise.py defines g and names the paper. The leading bits of the noise, cheap
+for all tokens, rule out all but a few, and the remaining bits are generated for those alone. `triton_draws.py` and
+`triton_kernel.py` make the same choice on GPUs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from outrider.actors.verification.noise import (
 )
 from outrider.actors.verification.search import TokenSubset, at_least, search_maxima
 
-CHUNK_ELEMENTS = 1 << 19  # so that a chunk's intermediate values stay in cache
+CHUNK_ELEMENTS = 1 << 19
+"""Logits that are worked on at once, so that intermediate values stay in cache."""
+
 FEW_TOKENS = 256
+"""Up to so many tokens in a row, the exact noise of all of them is cheaper than ruling any out."""
 
 
 def coupled_choice(
@@ -40,13 +43,18 @@ def coupled_choice(
     maxima: Tensor | None = None,
     subset: TokenSubset | None = None,
 ) -> Tensor:
-    """argmax_x(logits(x) / temperature + g(x)) over the tokens at or above the threshold; the lowest id among equals.
+    """Returns argmax_x(logits(x) / temperature + g(x)) over the tokens at or above the threshold, int64 [R].
 
-    logits: float32 [R, V]. temperature (above 0), threshold, row_max: float32 [R]; threshold is in units of logits.
-    row_max: the largest logit; a row where it is not finite gets a defined, meaningless choice.
-    seed, position: int64 [R]. few_tokens: the caller knows that few tokens of a row are at or above the threshold.
-    maxima: what `search_maxima` gives, if the caller has it. subset: the tokens of the columns, if not all. All on the
-    CPU. Returns int64 [R], token ids. A row's choice does not depend on the other rows.
+    Among equals it is the lowest id. A row's choice does not depend on the other rows. All tensors are on the CPU.
+
+    Args:
+        logits: float32 [R, V].
+        temperature, threshold: float32 [R]; the temperature is above 0, the threshold in units of logits.
+        row_max: float32 [R], the largest logit. Where it is not finite, the choice is valid but meaningless.
+        seed, position: int64 [R].
+        few_tokens: the caller knows that few tokens of a row are at or above the threshold.
+        maxima: the result of `search_maxima`, if the caller has it.
+        subset: the tokens of the columns, if not all.
     """
     more = (row_max, seed, position, 1, few_tokens, maxima, subset)
     return coupled_ranking(logits, temperature, threshold, *more)[0].squeeze(1)
@@ -64,8 +72,11 @@ def coupled_ranking(
     maxima: Tensor | None = None,
     subset: TokenSubset | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `coupled_choice` chooses, then what it would choose without that, and so on: token ids, int64 [R, count],
-    and their logits, float32 [R, count]. Where no token is left -1, but in the first column, and minus infinity."""
+    """Returns the `count` tokens with the highest noisy scores, int64 [R, count], and their logits, float32 [R, count].
+
+    The first one is the choice of `coupled_choice`. Where no token is left, an id is -1 (except in the first column)
+    and its logit minus infinity.
+    """
     rows, vocab_size = logits.shape
     floor = torch.full_like(row_max, -math.inf) if threshold is None else threshold
     if maxima is None:
@@ -99,13 +110,14 @@ def _within_reach(
     subset: TokenSubset | None,
     count: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
-    """Rows, columns and leading bytes, [N] each, of all tokens that may be among their row's first `count`.
+    """Returns rows, columns and leading bytes, [N] each, of all tokens that may be among their row's first `count`.
 
-    In numpy: there are few, so calls cost more than what they do, and numpy's cost less than torch's."""
+    It uses numpy, since the arrays are small and numpy's calls cost less than torch's.
+    """
     vocab_size = logits.shape[1]
     leading = leading_bytes(seed, position, vocab_size, None if subset is None else subset.blocks).numpy()
     z, t, least = logits.numpy(), temperature.numpy(), floor.numpy()
-    with np.errstate(invalid="ignore", over="ignore"):  # rows that are bad
+    with np.errstate(invalid="ignore", over="ignore"):  # rows that are not finite
         zero_row, zero_place = np.divmod(np.flatnonzero(leading == 0), leading.shape[1])
         zero_column = zero_place if subset is None else subset.column.numpy()[zero_place]
         exists = (zero_column >= 0) & (zero_column < vocab_size)
@@ -114,7 +126,7 @@ def _within_reach(
         allowed = value >= least[zero_row]
         zero_row, zero_column, value = zero_row[allowed], zero_column[allowed], value[allowed]
 
-        # As many tokens as there are tiles reach their tile's maximum.
+        # Each tile has one token at its maximum, so the count-th maximum is reached by `count` tokens.
         likely = row_max if count == 1 else maxima.topk(count, sorted=True).values[:, -1]
         best = likely.numpy() / t - np.float32(MAX_BELOW_ZERO)
         slack = np.abs(row_max.numpy()) * np.float32(1e-6) + np.float32(1e-6)  # for rounding
@@ -144,8 +156,10 @@ def _rank(
     tokens: NDArray[np.int64],
     values: NDArray[np.float32],
 ) -> None:
-    """Fills tokens and values, [R, count], with the best of each row by exact score. row, column: [N], none twice;
-    byte: their leading bytes, if known."""
+    """Fills tokens and values, [R, count], with the best of each row by exact score.
+
+    row, column: [N], no pair twice; byte: their leading bytes, if known.
+    """
     token = column if subset is None else subset.ids.numpy()[column]
     where = torch.from_numpy(row)
     leading = None if byte is None else torch.from_numpy(byte.astype(np.int64))
@@ -162,7 +176,7 @@ def _rank(
 
 
 def _raise_to_nth(best: NDArray[np.float32], row: NDArray[np.int64], score: NDArray[np.float32], n: int) -> None:
-    """Raises best, [rows], to the row's n-th largest score where it has as many. In place. row, score: [N]."""
+    """Raises best, [rows], in place to the row's n-th largest score, if it has that many. row, score: [N]."""
     if n == 1:
         np.maximum.at(best, row, score)
         return

@@ -1,10 +1,11 @@
-"""Finding a few tokens in rows of logits, of the whole vocabulary or of some of its tokens.
+"""Finds a few tokens in rows of logits, of the whole vocabulary or of some of its tokens.
 
-A row is looked at in tiles: their maxima cost one fast pass, and most questions then need a few tiles only.
+The maxima of a row's tiles cost one fast pass, and most searches then read a few tiles only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -12,12 +13,16 @@ import torch
 from torch import Tensor
 
 from outrider.actors.verification.noise import TOKENS_PER_BLOCK
+from outrider.cluster.link.messages import TAUGHT_TOP
 
 TILE = 1024
-"""Tokens of a tile of mass, the unit of a draw by inversion."""
+"""Tokens in a tile whose mass is summed, the unit of a draw by inversion."""
 
 SEARCH_TILE = 128
-"""Tokens of a tile when looking for a few large logits."""
+"""Tokens in a tile when looking for a few large logits."""
+
+LEAST_LOG_P = -60.0
+"""The least log-probability that `target_top_k` returns."""
 
 
 def tile_size(vocab_size: int, tile: int = TILE) -> int:
@@ -25,7 +30,7 @@ def tile_size(vocab_size: int, tile: int = TILE) -> int:
 
 
 def tile_maxima(logits: Tensor, tile: int) -> Tensor:
-    """float32 [R, ceil(V / tile)]; NaN wins. logits: float32 [R, V]."""
+    """Returns each tile's largest logit, float32 [R, ceil(V / tile)]; NaN wins. logits: float32 [R, V]."""
     vocab_size = logits.shape[1]
     whole = vocab_size // tile * tile
     maxima = logits[:, :whole].unflatten(-1, (-1, tile)).amax(-1)
@@ -35,15 +40,15 @@ def tile_maxima(logits: Tensor, tile: int) -> Tensor:
 
 
 def search_maxima(logits: Tensor) -> Tensor:
-    """Of tiles of SEARCH_TILE, for `argmax` and `at_least`."""
+    """Returns the maxima of tiles of SEARCH_TILE, for `argmax`, `at_least` and `top_n`."""
     return tile_maxima(logits, tile_size(logits.shape[1], SEARCH_TILE))
 
 
 def argmax(logits: Tensor, row_max: Tensor, maxima: Tensor | None = None) -> Tensor:
-    """int64 [R], the lowest id among equals; any id where row_max [R] is not finite. logits: float32 [R, V]. maxima:
-    what `search_maxima` gives, if the caller has it.
+    """Returns the column of each row's largest logit, int64 [R], the lowest among equals.
 
-    torch's own argmax is several times slower on a CPU.
+    torch's own argmax is several times slower on a CPU. logits: float32 [R, V]; row_max: float32 [R], where it is not
+    finite any column is returned; maxima: the result of `search_maxima`, if the caller has it.
     """
     rows, vocab_size = logits.shape
     tile = tile_size(vocab_size, SEARCH_TILE)
@@ -61,8 +66,10 @@ def argmax(logits: Tensor, row_max: Tensor, maxima: Tensor | None = None) -> Ten
 
 
 def at_least(logits: Tensor, maxima: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and ids, int64 [N] each, of all logits at or above their row's bound. logits: float32 [R, V]; maxima: of
-    tiles of SEARCH_TILE; bound: float32 [R]. Syncs with the host on a GPU."""
+    """Returns rows and columns, int64 [N] each, of all logits at or above their row's bound. Waits for a GPU.
+
+    logits: float32 [R, V]; maxima: the result of `search_maxima`; bound: float32 [R].
+    """
     vocab_size = logits.shape[1]
     tile = tile_size(vocab_size, SEARCH_TILE)
     row, tile_of = (maxima >= bound.unsqueeze(1)).nonzero(as_tuple=True)
@@ -77,9 +84,11 @@ def at_least(logits: Tensor, maxima: Tensor, bound: Tensor) -> tuple[Tensor, Ten
     return row[hit], tile_of[hit] * tile + place
 
 
-def likeliest(logits: Tensor, n: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What logits.topk(n) gives. logits: float32 [M, V]; maxima: what `search_maxima` gives, for a few tiles to do on a
-    CPU, where topk is slow: n tiles have n logits as large as any outside of them."""
+def top_n(logits: Tensor, n: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns what logits.topk(n) returns, on a CPU much faster if the caller has `search_maxima`.
+
+    The n tiles with the largest maxima have n logits as large as any outside of them. logits: float32 [M, V].
+    """
     rows, vocab_size = logits.shape
     n = min(n, vocab_size)
     if maxima is None or 2 * n > maxima.shape[1] or vocab_size % SEARCH_TILE or not logits.is_contiguous():
@@ -92,12 +101,31 @@ def likeliest(logits: Tensor, n: int, maxima: Tensor | None = None) -> tuple[Ten
     return values, tiles.gather(1, place // SEARCH_TILE) * SEARCH_TILE + place % SEARCH_TILE
 
 
-class TokenSubset:
-    """Which tokens the columns of logits stand for, when they are not the whole vocabulary. Noise belongs to tokens, so
-    a choice among some is the choice among all with the others forbidden.
+def target_top_k(logits: Tensor, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the target's TAUGHT_TOP likeliest tokens of some rows, for a drafter that learns.
 
-    ids: int64 [N], in any order, none twice. `blocks`, `place` and `column` are the CPU's: they find a column's leading
-    byte, and a byte's column, without a look at the bytes of other tokens.
+    Args:
+        logits: [R, V], any floating type.
+
+    Returns:
+        ids, int32 [n, TAUGHT_TOP], likeliest first, and their log-probabilities at temperature 1, float16. A row that
+        is not finite has LEAST_LOG_P everywhere.
+    """
+    chosen = logits[torch.tensor(rows, device=logits.device)].float()
+    top = chosen.topk(min(TAUGHT_TOP, chosen.shape[1]), dim=-1)
+    log_p = (top.values - chosen.logsumexp(-1, keepdim=True)).nan_to_num(nan=LEAST_LOG_P, posinf=LEAST_LOG_P)
+    # One copy from the device, not two.
+    both = torch.stack([top.indices.to(torch.float64), log_p.to(torch.float64)]).cpu().numpy()
+    return both[0].astype(np.int32), np.clip(both[1], LEAST_LOG_P, 0.0).astype(np.float16)
+
+
+class TokenSubset:
+    """Maps the columns of logits to tokens, where they are not the whole vocabulary.
+
+    Noise belongs to tokens, so a choice among some is the choice among all with the others forbidden.
+
+    ids: int64 [N], in any order, none twice. `blocks`, `place` and `column` are for the CPU: they find a column's
+    leading byte, and a byte's column, without reading the bytes of other tokens.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -105,7 +133,7 @@ class TokenSubset:
 
     @cached_property
     def blocks(self) -> Tensor:
-        """int64 [M], ascending: the blocks of leading bytes that the tokens lie in."""
+        """Returns the blocks of leading bytes that hold the tokens, int64 [M], ascending."""
         block = self.ids.numpy() // TOKENS_PER_BLOCK
         present = np.zeros(int(block.max(initial=-1)) + 1, dtype=np.bool_)
         present[block] = True
@@ -113,7 +141,7 @@ class TokenSubset:
 
     @cached_property
     def place(self) -> Tensor:
-        """int64 [N]: where each column's byte stands among the bytes of `blocks`."""
+        """Returns the index of each column's byte among the bytes of `blocks`, int64 [N]."""
         ids, blocks = self.ids.numpy(), self.blocks.numpy()
         rank = np.empty(int(blocks.max(initial=-1)) + 1, dtype=np.int64)
         rank[blocks] = np.arange(0, len(blocks) * TOKENS_PER_BLOCK, TOKENS_PER_BLOCK)
@@ -121,13 +149,13 @@ class TokenSubset:
 
     @cached_property
     def column(self) -> Tensor:
-        """int64 [16 M]: the column of each byte of `blocks`, -1 where its token is none of these."""
+        """Returns the column of each byte of `blocks`, int64 [16 M], -1 where its token is not in the subset."""
         column = np.full(len(self.blocks) * TOKENS_PER_BLOCK, -1)
         column[self.place.numpy()] = np.arange(len(self.ids))
         return torch.from_numpy(column)
 
     def columns_of(self, tokens: Tensor) -> Tensor:
-        """Where some tokens stand: int64 [E], N for one that is none of these. tokens: int64 [E]. No host sync."""
+        """Returns the columns of tokens, int64 [E], N for one that is not in the subset. Does not wait for a GPU."""
         if self.ids.device.type == "cpu":
             blocks, block = self.blocks, tokens // TOKENS_PER_BLOCK
             rank = torch.searchsorted(blocks, block).clamp_max(len(blocks) - 1)

@@ -1,11 +1,10 @@
-"""Verification in torch, the reference. No host sync inside but where `coupled.py` and `constraints.py` say so (CPU).
+"""Verifies drafts in torch; it is the reference for the Triton kernel.
 
-Two steps. `scan` reads the logits once: all that verification needs of a row, and nothing of the size of a row is kept.
-For p: the largest logit and, for each tile of `TILE` tokens, the tile's mass, the sum of exp((logit - largest) / T).
-The probability of any token and a draw from p (or from p less a sparse q) need only these and one tile. What follows
-works on [B, K] and [D, n].
+Verification has two steps. `scan` reads the logits once and keeps nothing of the size of a row: the largest logit and,
+for each tile of `TILE` tokens, the tile's mass, the sum of exp((logit - largest) / T). The probability of any token and
+a draw from p (or from p less a sparse q) need only these and one tile. The second step works on [B, K] and [D, n].
 
-The last token of a rejection round is a draw from norm(max(0, s p - q)), or from p where nothing is subtracted, by
+The last token of a rejection round is drawn from norm(max(0, s p - q)), or from p where nothing is subtracted, by
 inverting the distribution function with one uniform: first over tiles, then inside one tile. Sums are float64 there, so
 that a tail of tiny probabilities keeps its share.
 """
@@ -33,11 +32,12 @@ from outrider.actors.verification.search import argmax, search_maxima, tile_size
 from outrider.cluster.modes import Mode
 
 CHOOSES = (Mode.GREEDY, Mode.COUPLED)
-CHUNK_ELEMENTS = 1 << 19  # so that a chunk's exponentials stay in cache
+CHUNK_ELEMENTS = 1 << 19
+"""Logits that are worked on at once, so that their exponentials stay in cache."""
 
 
 def verify(batch: VerificationBatch) -> VerificationResult:
-    """See `batch.Verification`."""
+    """Verifies one step, as `dispatch.Verification` says."""
     scanned = scan(batch)
     K, layout = batch.max_drafts, Layout(batch)
     draft_ids = layout.of_drafts(batch.draft_ids)
@@ -53,7 +53,7 @@ def verify(batch: VerificationBatch) -> VerificationResult:
             proper = valid_q(batch.draft_ids, batch.q_ids, batch.q_probs, batch.vocab_size)
             valid &= layout.of_drafts(proper) | ~sampled.unsqueeze(1)
     bad_proposal = leading(valid) < batch.num_drafts
-    # A bad row ends the drafts too. Whether it is one depends on the tokens before it only, so nothing is biased.
+    # A bad row ends the drafts too. Whether it is bad depends only on the tokens before it, so nothing is biased.
     usable = valid & good_row[:, :K]
 
     # Greedy; coupled (Daliri et al. 2024): accept while the draft is the target's own choice.
@@ -77,7 +77,7 @@ def verify(batch: VerificationBatch) -> VerificationResult:
 
 
 class Layout:
-    """Where a request's rows and drafts are. Without index tensors when all requests have K drafts.
+    """Gathers values of rows and drafts by request, without index tensors when all requests have K drafts.
 
     column: int64 [K + 1], 0, 1 and so on. inside: bool [B, K], or None when all requests have K drafts.
     """
@@ -89,24 +89,27 @@ class Layout:
         self.inside: Tensor | None = None
         self.column = torch.arange(K + 1, device=device)
         if not self.even:
-            # Clamped where the request has no such draft: never used.
+            # Where a request has no such draft, the index is clamped and its value never used.
             self.row = (batch.first_row.unsqueeze(1) + self.column).clamp_max(len(batch.logits) - 1)
             self.draft = (batch.first_draft.unsqueeze(1) + self.column[:K]).clamp_max(len(batch.draft_ids) - 1)
             self.inside = self.column[:K] < batch.num_drafts.unsqueeze(1)
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """[B, K + 1, ...] from [R, ...]."""
+        """Returns [B, K + 1, ...] from [R, ...]."""
         requests, K = self.shape
         return values.view(requests, K + 1, *values.shape[1:]) if self.even else values[self.row]
 
     def of_drafts(self, values: Tensor) -> Tensor:
-        """[B, K, ...] from [D, ...]."""
+        """Returns [B, K, ...] from [D, ...]."""
         return values.view(*self.shape, *values.shape[1:]) if self.even else values[self.draft]
 
 
 def _rejection(batch: VerificationBatch, scanned: RowScan, layout: Layout, usable: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepted length [B] and last token [B] by rejection, standard or block, for every request as if it were in one
-    of these modes. usable: int64 [B], the drafts that can be considered."""
+    """Returns accepted length [B] and last token [B] by standard or block rejection.
+
+    It treats every request as if it were in one of these modes; the caller ignores the others. usable: int64 [B], the
+    number of drafts that can be considered.
+    """
     assert scanned.tile_mass is not None
     assert scanned.total is not None
     V, logits, temperature = batch.vocab_size, batch.logits, batch.constraints.temperature
@@ -134,7 +137,7 @@ def _rejection(batch: VerificationBatch, scanned: RowScan, layout: Layout, usabl
     q_draft = torch.where(own, q, 0.0).sum(-1)
 
     u, u_last = _noise(batch)
-    # Leviathan et al. 2023: accept with probability min(1, p / q), until the first rejection.
+    # Leviathan et al. 2023: accept with probability min(1, p / q) until the first rejection.
     accepted_len = leading((u * q_draft < p_draft) & considered)
     scale = torch.ones(requests, device=logits.device)
     block = batch.mode == Mode.BLOCK
@@ -145,7 +148,7 @@ def _rejection(batch: VerificationBatch, scanned: RowScan, layout: Layout, usabl
 
     last_row = batch.first_row + accepted_len
     at = accepted_len.clamp_max(max(K - 1, 0)).view(-1, 1, 1).expand(-1, 1, n)
-    subtract = accepted_len < usable  # after the last usable draft comes the bonus token, from p alone
+    subtract = accepted_len < usable  # the bonus token after the last usable draft is drawn from p alone
     last = sample_residual(
         logits,
         last_row,
@@ -164,8 +167,10 @@ def _rejection(batch: VerificationBatch, scanned: RowScan, layout: Layout, usabl
 
 
 def _noise(batch: VerificationBatch) -> tuple[Tensor, Tensor]:
-    """Accept noise, float32 [B, K], and residual noise, float64 [B, K + 1], of every position of the round. One call,
-    because on a CPU a small Philox call costs its hundred operations and little else."""
+    """Returns accept noise, float32 [B, K], and residual noise, float64 [B, K + 1], of every position of the round.
+
+    It makes one Philox call, since on a CPU a small call costs its hundred operations and little else.
+    """
     K, device = batch.max_drafts, batch.seed.device
     place = torch.cat([torch.arange(K, device=device), torch.arange(K + 1, device=device)])
     role = torch.full((2 * K + 1,), int(Role.RESIDUAL), device=device)
@@ -176,10 +181,14 @@ def _noise(batch: VerificationBatch) -> tuple[Tensor, Tensor]:
 
 
 def _block(p: Tensor, q: Tensor, p_draft: Tensor, q_draft: Tensor, u: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-    """Block verification, Sun et al. 2024, algorithm 2 (their M_b is p, M_s is q).
+    """Accepts drafts by block verification, Sun et al. 2024, algorithm 2 (their M_b is p, M_s is q).
 
-    p, q: float32 [B, K, n] on q's support, q 0 where not considered; p_draft, q_draft, u: float32 [B, K].
-    Returns the accepted length tau [B] and the scale p_tau [B]: the residual is norm(max(0, p_tau p - q)).
+    Args:
+        p, q: float32 [B, K, n] on q's support; q is 0 where not considered.
+        p_draft, q_draft, u: float32 [B, K].
+
+    Returns:
+        the accepted length tau [B] and the scale p_tau [B]: the residual is norm(max(0, p_tau p - q)).
     """
     requests, K = u.shape
     reach = torch.ones(requests, device=u.device)  # the paper's p_i = min(1, p_{i-1} p(x_i) / q(x_i)), p_0 = 1
@@ -188,11 +197,11 @@ def _block(p: Tensor, q: Tensor, p_draft: Tensor, q_draft: Tensor, u: Tensor, us
     for i in range(1, K + 1):
         reach = torch.minimum(reach * p_draft[:, i - 1] / q_draft[:, i - 1].clamp_min(least), torch.ones_like(reach))
         if i < K:
-            # sum over the vocabulary of max(0, p_i p - q), from the support alone: p sums to 1.
+            # This sums max(0, p_i p - q) over the vocabulary from q's support alone, since p sums to 1.
             overlap = torch.minimum(reach.unsqueeze(1) * p[:, i], q[:, i]).sum(-1)
             surplus = (reach - overlap).clamp_min(0)
             bottom = surplus + 1 - reach
-            # 0 / 0 is p = q with p_i = 1: whatever is drafted next will be accepted with certainty.
+            # 0 / 0 means p = q with p_i = 1, where the next draft is accepted with certainty.
             h = torch.where(bottom > 0, surplus / bottom, 1.0)
             h = torch.where(usable == i, reach, h)
         else:
@@ -205,9 +214,12 @@ def _block(p: Tensor, q: Tensor, p_draft: Tensor, q_draft: Tensor, u: Tensor, us
 
 @dataclass(frozen=True, eq=False)
 class RowScan:
-    """row_max: float32 [R], not finite where the row is bad. choice: int64 [R], of GREEDY and COUPLED rows.
-    threshold: float32 [R] or None: tokens below have p = 0. tile_mass: float32 [R, ceil(V / tile)] and total: float32
-    [R], of REJECTION and BLOCK rows, or None when there are none."""
+    """Holds what verification needs of each row of logits.
+
+    row_max: float32 [R], not finite where the row is bad. choice: int64 [R], of GREEDY and COUPLED rows.
+    threshold: float32 [R] or None; tokens below have p = 0. tile_mass: float32 [R, ceil(V / tile)] and total: float32
+    [R], of REJECTION and BLOCK rows, or None when there are none.
+    """
 
     row_max: Tensor
     choice: Tensor
@@ -217,9 +229,10 @@ class RowScan:
 
 
 def scan(batch: VerificationBatch) -> RowScan:
+    """Reads the logits once."""
     logits, constraints = batch.logits, batch.constraints
     rows, vocab_size = logits.shape
-    # One pass gives the maxima of rows and, where a mode looks for single tokens, of tiles. NaN wins.
+    # One pass gives the maxima of tiles, where a mode looks for single tokens, and of rows. NaN wins.
     maxima = search_maxima(logits) if any(group.mode in CHOOSES for group in batch.groups) else None
     row_max = (logits if maxima is None else maxima).amax(-1)
     threshold = thresholds(logits, row_max, constraints) if constraints.any else None
@@ -258,14 +271,14 @@ def scan(batch: VerificationBatch) -> RowScan:
 
 
 def row_position(batch: VerificationBatch, rows: slice) -> Tensor:
-    """int64 [rows]: the position of the token that each row predicts."""
+    """Returns the position of the token that each row predicts, int64 [rows]."""
     request = batch.row_request[rows]
     row = torch.arange(rows.start, rows.stop, device=request.device)
     return batch.position[request] + row - batch.first_row[request]
 
 
 def _add_mass(tile_mass: Tensor, logits: Tensor, row_max: Tensor, temperature: Tensor, floor: Tensor | None) -> None:
-    """Fills tile_mass [R, tiles] in place."""
+    """Fills tile_mass, [R, tiles], in place."""
     rows, vocab_size = logits.shape
     tile = tile_size(vocab_size)
     whole = vocab_size // tile * tile
@@ -295,14 +308,18 @@ def sample_residual(
     q_weights: Tensor,
     u: Tensor,
 ) -> Tensor:
-    """One token for each request.
-
-    logits: float32 [R, V]. row: int64 [B], the row to draw from; the others are already those of that row:
-    row_max, temperature, threshold: float32 [B]; tile_mass: float32 [B, tiles], in units of exp((logit - row_max) / T).
-    scale: float32 [B], s. q_ids: int64 [B, n], q_weights: float32 [B, n], q in the unit of tile_mass, 0 where nothing
-    is subtracted. u: float64 [B] in (0, 1). Returns int64 [B].
+    """Draws one token of each request from norm(max(0, scale p - q)), int64 [B].
 
     If rounding leaves no residual at all (then p = q, and a rejection has probability 0), the draw is from p.
+
+    Args:
+        logits: float32 [R, V].
+        row: int64 [B], the row to draw from. All following arguments are those of that row.
+        row_max, temperature, threshold, scale: float32 [B].
+        tile_mass: float32 [B, tiles], in units of exp((logit - row_max) / T).
+        q_ids: int64 [B, n].
+        q_weights: float32 [B, n], q in the unit of tile_mass, 0 where nothing is subtracted.
+        u: float64 [B] in (0, 1).
     """
     vocab_size = logits.shape[1]
     tile = tile_size(vocab_size)
@@ -312,7 +329,7 @@ def sample_residual(
         e = ((values - row_max.unsqueeze(1)) / temperature.unsqueeze(1)).exp()
         return e if threshold is None else torch.where(values >= threshold.unsqueeze(1), e, 0.0)
 
-    # What q takes from each token of its support: min(s p, q).
+    # q takes min(s p, q) from each token of its support.
     scale = scale.unsqueeze(1)
     taken = torch.minimum(scale * weight(q_ids), q_weights).to(torch.float64)
     mass = tile_mass.to(torch.float64)
@@ -333,8 +350,10 @@ def sample_residual(
 
 
 def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The index that u [B] falls on when each has a share of (0, 1) as large as its weight [B, m], and how far into its
-    share it falls, again in [0, 1]. An index of weight 0 is never chosen unless all are 0."""
+    """Returns the index that u [B] falls on, where each has a share of (0, 1) proportional to its weight [B, m].
+
+    Also returns how far into its share u falls, in [0, 1]. An index of weight 0 is chosen only if all are 0.
+    """
     cumulative = weights.cumsum(-1)
     target = u * cumulative[:, -1]
     index = (cumulative <= target.unsqueeze(1)).sum(-1, keepdim=True)

@@ -1,6 +1,6 @@
-"""A drafter's draws in Triton: coupled, and from the n likeliest tokens. Nothing here waits for the GPU.
+"""Draws draft tokens in Triton, coupled and from the n likeliest tokens, without waiting for the GPU.
 
-They are those of `coupled.py` and `draft_sampler.py`, with the same noise to the bit.
+The draws are those of `coupled.py` and `torch_draws.py`, with the same noise to the bit.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from outrider.actors.verification.draft_sampler import DraftSample
 from outrider.actors.verification.noise import Role
 from outrider.actors.verification.search import TILE
+from outrider.actors.verification.torch_draws import DraftSample
 from outrider.actors.verification.triton_kernel import invert, scan, uniform64
 from outrider.cluster.modes import Mode
 
 DRAFT = tl.constexpr(int(Role.DRAFT))
 
 
-# Alternatives differ from step to step: no kernel of its own for 1 or for multiples of 16.
+# The number of alternatives changes, and Triton would compile a kernel each for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["alternatives"])
 def draw_from_q(
     values, q_ids, n, temperature_M, threshold_M, seed_M, position_M, round_start_M,
     id_M, q_probs, usable_M, others, confidence, alternatives,
     HAS_THRESHOLD: tl.constexpr, HAS_OTHERS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row. N is no less than n, nor than 1 + alternatives: lanes from n on are tokens of
-    probability 0, and stand for alternatives that there are not."""
+    """Draws one token of a row; one program for each row.
+
+    N is at least n and 1 + alternatives. Lanes from n on have probability 0 and fill up the alternatives.
+    """
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, N)
     inside = lane < n
     z = tl.load(values + row * n + lane, mask=inside, other=float("-inf"))
@@ -62,7 +64,7 @@ def draft_choice(
     round_start: Tensor,
     alternatives: int = 0,
 ) -> DraftSample:
-    """What `draft_sampler.draft_choice` gives, in one launch. Shapes as there."""
+    """Returns what `torch_draws.draft_choice` returns, in one launch. Shapes as there."""
     values, q_ids, (rows, n) = values.contiguous(), q_ids.contiguous(), values.shape
     ids, q_probs, usable = q_ids.new_empty(rows), torch.empty_like(values), values.new_empty(rows, dtype=torch.uint8)
     others = confidence = None
@@ -85,8 +87,10 @@ def coupled_choice(
     position: Tensor,
     token_ids: Tensor | None = None,
 ) -> Tensor:
-    """What `coupled.coupled_choice` gives, without its host syncs. Shapes as there; token_ids: int64 [V], of its
-    subset. Returns int64 [R]."""
+    """Returns what `coupled.coupled_choice` returns, int64 [R], without waiting for the GPU.
+
+    Shapes as there; token_ids: int64 [V], the tokens of its subset.
+    """
     logits = logits.contiguous()
     rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, TILE)

@@ -1,9 +1,9 @@
-"""Verification in Triton: two kernels, one pass over the logits; and top_p's threshold. Nothing here waits for the GPU.
+"""Verifies drafts in Triton, by two kernels and one pass over the logits, without waiting for the GPU.
 
-`scan` runs one program for each row and tile of `TILE` tokens, and leaves little of each: what `torch_kernel.RowScan`
-holds, by tile. `decide` runs one program for each request: it joins the tiles of the rows it comes to, accepts, and
-draws the last token. The rules and their papers are in `torch_kernel.py`; this is the same in the same order, with the
-same noise (`noise.py`) to the bit, by a Philox of its own.
+`scan` runs one program for each row and tile of `TILE` tokens, and keeps what `torch_kernel.RowScan` holds, by tile.
+`decide` runs one program for each request: it joins the tiles of the rows it reaches, accepts drafts, and draws the
+last token. The rules and their papers are in `torch_kernel.py`. The order of operations is the same, and so is the
+noise (`noise.py`), to the bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
-from torch import Tensor
 
 from outrider.actors.verification.batch import Status, VerificationBatch, VerificationResult
 from outrider.actors.verification.constraints import thresholds
@@ -22,15 +21,18 @@ from outrider.cluster.modes import Mode
 
 GREEDY, BLOCK, COUPLED = tl.constexpr(int(Mode.GREEDY)), tl.constexpr(int(Mode.BLOCK)), tl.constexpr(int(Mode.COUPLED))
 ACCEPT, RESIDUAL = tl.constexpr(int(Role.ACCEPT)), tl.constexpr(int(Role.RESIDUAL))
-TINY = tl.constexpr(2.0**-126)  # the smallest normal float32: Triton makes a smaller literal float64
+TINY = tl.constexpr(2.0**-126)
+"""The smallest normal float32; Triton makes a smaller literal float64."""
+
 COUPLED_LEADING, COUPLED_FINE = tl.constexpr(int(Role.COUPLED)), tl.constexpr(int(Role.COUPLED_FINE))
 
 
 @triton.jit
 def philox_words(seed, block, position, role, round_start):
-    """Four uint32 words for each entry of `block` (uint32). seed: int64; position, role, round_start: integers.
+    """Returns the words of `noise.words`, four uint32 for each entry of `block` (uint32).
 
-    ``tl.philox`` is Philox4x32-10 with the seed's low and high words as the key: the words of `philox.words`.
+    ``tl.philox`` is Philox4x32-10 with the seed's low and high words as the key. seed: int64; position, role,
+    round_start: integers.
     """
     zeros = tl.zeros_like(block)
     place, start = position.to(tl.uint32) + zeros, round_start.to(tl.uint32) + zeros
@@ -39,7 +41,7 @@ def philox_words(seed, block, position, role, round_start):
 
 @triton.jit
 def accept_noise(seed, position, round_start):
-    """float32 scalar in (0, 1)."""
+    """Returns the uniform by which a draft is accepted, a float32 scalar in (0, 1)."""
     block = tl.full([1], 0, tl.uint32)
     w0, _w1, _w2, _w3 = philox_words(seed, block, position, ACCEPT, round_start)
     return tl.max(((w0 >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07, axis=0)  # 2**-23
@@ -47,7 +49,7 @@ def accept_noise(seed, position, round_start):
 
 @triton.jit
 def uniform64(seed, position, role, round_start):
-    """float64 scalar in (0, 1): `noise.uniform64`."""
+    """Returns `noise.uniform64`, a float64 scalar in (0, 1)."""
     block = tl.full([1], 0, tl.uint32)
     w0, w1, _w2, _w3 = philox_words(seed, block, position, role, round_start)
     bits = (w0.to(tl.int64) << 20) | (w1.to(tl.int64) >> 12)
@@ -56,7 +58,7 @@ def uniform64(seed, position, role, round_start):
 
 @triton.jit
 def leading_bytes(seed, position, start, TILE: tl.constexpr):
-    """int32 [TILE]: the leading byte of tokens start .. start + TILE; start is a multiple of 16."""
+    """Returns the leading bytes of tokens start .. start + TILE, int32 [TILE]. start is a multiple of 16."""
     block = (start // 16 + tl.arange(0, TILE // 16)).to(tl.uint32)
     w0, w1, w2, w3 = philox_words(seed, block, position, COUPLED_LEADING, tl.full([1], 0, tl.uint32))
     packed = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE // 4])
@@ -66,7 +68,7 @@ def leading_bytes(seed, position, start, TILE: tl.constexpr):
 
 @triton.jit
 def leading_bytes_of(seed, position, token):
-    """int32 [N]: the leading byte of each of N tokens, int32, wherever they lie. A Philox block a token."""
+    """Returns the leading bytes of any N tokens, int32 [N]. It computes a Philox block for each token."""
     block = (token // 16).to(tl.uint32)
     w0, w1, w2, w3 = philox_words(seed, block, position, COUPLED_LEADING, tl.full([1], 0, tl.uint32))
     lane = (token // 4) % 4
@@ -76,7 +78,7 @@ def leading_bytes_of(seed, position, token):
 
 @triton.jit
 def gumbel(seed, position, token, leading):
-    """float32 scalar g of one token, given its leading byte (int32 scalar)."""
+    """Returns g of one token, a float32 scalar, given its leading byte (int32 scalar)."""
     block = (token // 4).to(tl.uint32) + tl.full([1], 0, tl.uint32)
     w0, w1, w2, w3 = philox_words(seed, block, position, COUPLED_FINE, tl.full([1], 0, tl.uint32))
     lane = token % 4
@@ -88,8 +90,10 @@ def gumbel(seed, position, token, leading):
 
 @triton.jit
 def join(tile_max, tile_value, tile_token, row, tiles, mode, temperature_R, t):
-    """A row from its tiles: largest logit, whether the row is bad, total mass, and the token that was chosen. Mass or
-    token are meaningless in the modes that have none."""
+    """Joins a row's tiles to its largest logit, whether the row is bad, its total mass, and its chosen token.
+
+    Mass or token are undefined in the modes that have none.
+    """
     inside = t < tiles
     maxima = tl.load(tile_max + row * tiles + t, mask=inside, other=float("-inf"))
     row_max = tl.max(maxima, axis=0)
@@ -106,7 +110,7 @@ def join(tile_max, tile_value, tile_token, row, tiles, mode, temperature_R, t):
 
 @triton.jit
 def weight(logits, vocab_size, row, ids, row_max, temperature_R, threshold_R, HAS_THRESHOLD: tl.constexpr):
-    """exp((logit - row_max) / T) of tokens of a row, one or many, 0 below the threshold and outside the vocabulary."""
+    """Returns exp((logit - row_max) / T) of some tokens of a row, 0 below the threshold and outside the vocabulary."""
     exists = (ids >= 0) & (ids < vocab_size)
     z = tl.load(logits + row * vocab_size + ids, mask=exists, other=float("-inf"))
     if HAS_THRESHOLD:
@@ -120,14 +124,16 @@ def draw_residual(
     draft, q_ids, q_probs, first_q, count, u,
     HAS_THRESHOLD: tl.constexpr, HAS_Q: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """A token drawn from norm(max(0, scale p - q)) by u, as `sample_residual` in torch_kernel.py. q: `count` entries
-    from `first_q` on, or with certainty the draft when there is no q; count 0 subtracts nothing."""
+    """Draws a token from norm(max(0, scale p - q)) by u, as `torch_kernel.sample_residual` does.
+
+    q has `count` entries from `first_q` on, or is one-hot at the draft without HAS_Q; count 0 subtracts nothing.
+    """
     t, inside = tl.arange(0, TILES), tl.arange(0, TILE)
     maxima = tl.load(tile_max + row * tiles + t, mask=t < tiles, other=float("-inf"))
     mass = tl.load(tile_value + row * tiles + t, mask=t < tiles, other=0.0)
     mass = (mass * tl.exp(tl.div_rn(maxima - row_max, tl.load(temperature_R + row)))).to(tl.float64)
     left = mass * scale.to(tl.float64)
-    # One entry of q at a time, loaded as a scalar: cheaper than to find it among the lanes, which costs barriers.
+    # Loading each entry of q as a scalar is cheaper than finding it among the lanes, which costs barriers.
     j = tl.zeros_like(count)
     while j < count:
         place, q = _entry(draft, q_ids, q_probs, first_q + j, HAS_Q)
@@ -155,6 +161,7 @@ def draw_residual(
 
 @triton.jit
 def _entry(draft, q_ids, q_probs, index, HAS_Q: tl.constexpr):
+    """Returns a token of q and its probability."""
     if HAS_Q:
         place = tl.load(q_ids + index)
         q = tl.load(q_probs + index)
@@ -166,8 +173,10 @@ def _entry(draft, q_ids, q_probs, index, HAS_Q: tl.constexpr):
 
 @triton.jit
 def invert(weights, otherwise, u, index):
-    """As `_invert` in torch_kernel.py: the index u falls on, and how far into its share. From `otherwise`
-    where no weight is left. index: 0, 1, 2 and so on."""
+    """Returns the index u falls on and how far into its share, as `_invert` in torch_kernel.py does.
+
+    It uses the weights `otherwise` where no weight is left. index: 0, 1, 2 and so on.
+    """
     weights = tl.where(tl.sum(weights, axis=0) > 0, weights, otherwise)
     cumulative = tl.cumsum(weights, axis=0)
     target = u * tl.max(cumulative, axis=0)
@@ -189,11 +198,14 @@ def scan(
     HAS_THRESHOLD: tl.constexpr = False, HAS_COUPLED: tl.constexpr = False, TILE: tl.constexpr = 1024,
     HAS_TOKEN_IDS: tl.constexpr = False,
 ):  # fmt: skip
-    """tile_max [R, tiles]: the largest logit, NaN if one is. tile_value, tile_token: by mode the argmax (token only),
-    the mass in units of exp(tile_max / T) (value only), or the best score of the coupled choice and its token. Without
-    HAS_COUPLED no row is COUPLED: its branch takes registers, and so occupancy, from all modes.
-    With HAS_TOKEN_IDS the columns stand for token_ids, int64 [V], in any order; in COUPLED mode only."""
-    # Neighbours read neighbouring memory. 64 bits, because R x V may pass 2**31.
+    """Reads one tile of one row; one program for each.
+
+    tile_max [R, tiles]: the largest logit, NaN if one is. tile_value, tile_token: by mode the argmax (token only), the
+    mass in units of exp(tile_max / T) (value only), or the best score of the coupled choice and its token. Without
+    HAS_COUPLED no row is COUPLED; that branch would take registers, and so occupancy, from all modes.
+    With HAS_TOKEN_IDS the columns stand for token_ids, int64 [V], in any order; in COUPLED mode only.
+    """
+    # Neighbouring programs read neighbouring memory. Rows have 64 bits, because R x V may pass 2**31.
     program = tl.program_id(0)
     row, tile = (program // tiles).to(tl.int64), program % tiles
     start = tile * TILE
@@ -220,7 +232,7 @@ def scan(
                 leading = leading_bytes_of(seed, position, ids)
             else:
                 leading = leading_bytes(seed, position, start, TILE)
-            # Bounds of g from the leading byte alone, 1e-3 for rounding: v is between leading / 256 and one more.
+            # The leading byte alone bounds g; 1e-3 allows for rounding.
             upper = scaled + tl.where(leading == 0, 22.88, _bound(tl.maximum(leading, 1)) + 1e-3)
             upper = tl.where(scaled > NO_SCORE, upper, NO_SCORE)
             lower = scaled + tl.where(leading == 255, -3.14, _bound(tl.minimum(leading, 254) + 1) - 1e-3)
@@ -228,8 +240,8 @@ def scan(
             best = tl.max(tl.full([1], float("-inf"), tl.float32), axis=0)
             token = tl.max(tl.full([1], 0, tl.int32), axis=0)
             top = tl.max(upper, axis=0)
-            # Exact scores, most promising first, until no other bound reaches the best. Each turn takes one token out,
-            # so this ends; NaN compares false.
+            # Exact scores are computed in the order of their bounds, until no other bound reaches the best one. Each
+            # iteration removes one token, so the loop ends; NaN compares false.
             while (top > NO_SCORE) & (top >= worth) & (top >= best):
                 candidate = tl.min(tl.where(upper == top, ids, 2147483647), axis=0)
                 here = ids == candidate
@@ -249,7 +261,7 @@ def scan(
 
 @triton.jit
 def _bound(leading):
-    """-log(-log(1 - leading / 256)), float32; leading: int32 in 1 .. 255."""
+    """Returns -log(-log(1 - leading / 256)), float32; leading: int32 in 1 .. 255."""
     return -tl.log(-tl.log(1.0 - leading.to(tl.float32) * 0.00390625))
 
 
@@ -257,7 +269,7 @@ BAD_PROPOSAL, BAD_LOGITS = tl.constexpr(int(Status.BAD_PROPOSAL)), tl.constexpr(
 TOLERANCE = tl.constexpr(Q_SUM_TOLERANCE)
 
 
-# K differs from step to step: no kernel of its own for 1 or for multiples of 16.
+# K changes from step to step, and Triton would compile a kernel each for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["K"])
 def decide(
     logits, vocab_size, temperature_R, threshold_R, mode_B, seed_B, position_B, num_drafts_B, first_row_B,
@@ -265,6 +277,7 @@ def decide(
     token_ids, accepted_len_B, status_B, K,
     HAS_THRESHOLD: tl.constexpr, HAS_Q: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
+    """Decides which tokens of one request are committed; one program for each."""
     request = tl.program_id(0)
     mode = tl.load(mode_B + request)
     seed = tl.load(seed_B + request)
@@ -276,7 +289,7 @@ def decide(
     t = tl.arange(0, TILES)
     lane = tl.arange(0, N)
 
-    # Rules in torch_kernel.py. reach is the block rule's p_i; standard rejection is scale 1.
+    # `reach` is p_i of the block rule; standard rejection has scale 1.
     accepted = tl.zeros_like(num_drafts)
     usable = num_drafts
     status = tl.zeros_like(num_drafts)
@@ -322,7 +335,7 @@ def decide(
                 going = choice == draft
                 accepted = tl.where(going, i + 1, accepted)
         i += 1
-    # A bad draft is reported even if verification never came to it, as in the torch kernel.
+    # A bad draft is reported even where verification stopped before it, as in the torch kernel.
     while i < num_drafts:
         draft = tl.load(draft_ids + first_draft + i)
         ids, q, ok = _load_q(draft, first_draft + i, q_ids, q_probs, n, vocab_size, i < num_drafts, lane, HAS_Q)
@@ -363,8 +376,10 @@ def decide(
 def _load_q(
     draft, index, q_ids, q_probs, n, vocab_size, active, lane, HAS_Q: tl.constexpr
 ):  # fmt: skip
-    """A draft's q: ids int64 [N], probabilities float32 [N], and whether it can be believed, as `valid_q` in batch.py.
-    All q is 0 where not `active`."""
+    """Loads a draft's q: ids int64 [N], probabilities float32 [N], and whether it is valid, as `batch.valid_q` says.
+
+    All probabilities are 0 where not `active`.
+    """
     if HAS_Q:
         count = tl.where(active, n, 0)
         inside = lane < count
@@ -384,14 +399,13 @@ def _load_q(
 
 
 def verify(batch: VerificationBatch) -> VerificationResult:
-    """See `batch.Verification`."""
+    """Verifies one step, as `dispatch.Verification` says."""
     logits, device = batch.logits.contiguous(), batch.logits.device
     rows, vocab_size = logits.shape
     requests, K = len(batch.num_drafts), batch.max_drafts
     tiles = triton.cdiv(vocab_size, TILE)
     tile_max, tile_value = (torch.empty(rows, tiles, device=device) for _ in range(2))
     tile_token = torch.empty(rows, tiles, dtype=torch.int32, device=device)
-    # top_k and top_p need the order of the logits; the plain sampler pays for that too.
     threshold = thresholds(logits, logits.amax(-1), batch.constraints) if batch.constraints.any else None
     temperature = batch.constraints.temperature
     if rows:
@@ -415,53 +429,3 @@ def verify(batch: VerificationBatch) -> VerificationResult:
             TILES=triton.next_power_of_2(tiles), N=triton.next_power_of_2(n),
         )  # fmt: skip
     return result
-
-
-# Rows differ from step to step: no kernel of its own for 1 or for multiples of 16.
-@triton.jit(do_not_specialize=["rows"])
-def find_nucleus(
-    logits, weights, rows, vocab_size, aim_R, found_R, ROWS: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """Floats in their order are unsigned numbers: the largest one at or above which tokens hold the aim is found two
-    bits at a time."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    aim = tl.load(aim_R + row, mask=row < rows, other=float("inf"))
-    place = tl.arange(0, TILE)
-    found = tl.zeros([ROWS], tl.uint32)
-    step = tl.full([ROWS], 1 << 30, tl.uint32)
-    for _ in range(16):
-        one = tl.zeros([ROWS, TILE], tl.float64)
-        two = tl.zeros([ROWS, TILE], tl.float64)
-        three = tl.zeros([ROWS, TILE], tl.float64)
-        for start in range(0, vocab_size, TILE):
-            ids = row[:, None] * vocab_size + start + place[None, :]
-            exists = (row[:, None] < rows) & (start + place[None, :] < vocab_size)
-            bits = tl.load(logits + ids, mask=exists, other=0.0).to(tl.uint32, bitcast=True)
-            w = tl.load(weights + ids, mask=exists, other=0.0).to(tl.float64)
-            key = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-            one += tl.where(key >= (found + step)[:, None], w, 0.0)
-            two += tl.where(key >= (found + 2 * step)[:, None], w, 0.0)
-            three += tl.where(key >= (found + 3 * step)[:, None], w, 0.0)
-        reached = (tl.sum(one, axis=1) >= aim).to(tl.uint32)
-        reached += (tl.sum(two, axis=1) >= aim).to(tl.uint32)
-        reached += (tl.sum(three, axis=1) >= aim).to(tl.uint32)
-        found += reached * step
-        step = step // 4
-    bits = tl.where(found >= 0x80000000, found & 0x7FFFFFFF, found ^ 0xFFFFFFFF)
-    tl.store(found_R + row, bits.to(tl.float32, bitcast=True), mask=row < rows)
-
-
-def nucleus(logits: Tensor, weights: Tensor, aim: Tensor, rows_at_once: int = 1) -> Tensor:
-    """The largest logit such that the tokens at or above it weigh `aim` together: what ordering the row would find, but
-    nothing is ordered. logits: float32 [R, V]; weights: float32 [R, V], not larger where a logit is smaller; aim:
-    float64 [R], above 0 and no more than the row weighs. rows_at_once: of one program, a power of 2; more than one is
-    for Triton's interpreter. Returns float32 [R]; means nothing for rows that are bad."""
-    logits, weights, (rows, vocab_size) = logits.contiguous(), weights.contiguous(), logits.shape
-    found = torch.empty(rows, device=logits.device)
-    if rows:
-        programs = triton.cdiv(rows, rows_at_once)
-        find_nucleus[(programs,)](
-            logits, weights, rows, vocab_size, aim, found, ROWS=rows_at_once,
-            TILE=min(TILE, triton.next_power_of_2(vocab_size)),
-        )  # fmt: skip
-    return found

@@ -1,4 +1,4 @@
-"""The draft model's engine: vLLM's EngineCore driven by hand, its KV blocks from vLLM's own KVCacheManager."""
+"""Runs the draft model on vLLM's EngineCore and KVCacheManager, without vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 
 from outrider.actors.drafter.engine import Drawn, StepPlan
-from outrider.actors.vllm_adapter.adapters import last_line
+from outrider.actors.vllm_adapter.error_text import last_line
 from outrider.cluster.config import ConfigError
 from outrider.cluster.link.messages import DraftSampling
 
 
 class DraftEngine:
-    """Implements Engine. Loads the model at construction (tens of seconds). Not thread-safe: the drafter's loop owns
-    it."""
+    """Implements `drafter.engine.Engine` on vLLM.
+
+    Construction loads the model (tens of seconds). Not thread-safe: the drafter's loop owns it.
+    """
 
     def __init__(self, vllm_config: VllmConfig, in_process: bool, adapters: Sequence[str] = ()) -> None:
-        """adapters: directories of those whose numbers rows have, counted from 1. Raises ConfigError."""
+        """Loads the model. Raises ConfigError for a model that cannot draft.
+
+        in_process: runs the model in this process rather than in rank actors.
+        adapters: directories of LoRA adapters; rows name them by number, from 1.
+        """
         from vllm.platforms import current_platform
 
         if vllm_config.model_config.uses_mrope:
@@ -58,10 +64,11 @@ class DraftEngine:
                 raise ConfigError(f"drafter.lora_modules: vLLM does not take one: {last_line(error)}") from error
 
     def cut_head(self, token_ids: list[int]) -> None:
-        """Draft from these tokens alone, from the next step on. Raises ConfigError where the head cannot be cut."""
+        """Cuts the output head to these tokens, from the next step on. Raises ConfigError where that is impossible."""
         self._core.model_executor.collective_rpc("cut_head", args=(token_ids,))
 
     def hashed(self, request_id: str, token_ids: list[int], sampling: DraftSampling) -> Request:
+        """Returns vLLM's request, with the hashes of its blocks."""
         return Request(
             request_id=request_id,
             prompt_token_ids=list(token_ids),
@@ -72,27 +79,31 @@ class DraftEngine:
         )
 
     def _cache_salt(self, sampling: DraftSampling) -> str | None:
-        """KV blocks are of one tenant, one adapter and one version of the weights."""
+        """Returns what keeps KV blocks of tenants, adapters and versions of the weights apart."""
         of = sampling.tenant, sampling.adapter, self._weights_changes
         return "/".join(map(str, of)) if any(of) else None
 
     def load_weights(self, tensors: Mapping[str, Any]) -> None:
+        """Loads some weights in place of the present ones."""
         self._core.model_executor.collective_rpc("load_weights_of_version", args=(dict(tensors),))
         self._weights_changes += 1
 
     def start(self, request_id: str, token_ids: list[int], hashed: Request) -> int:
+        """Starts a sequence, and returns how many of its tokens the prefix cache has."""
         self._requests[request_id] = request = hashed
         blocks, num_computed, _ = self._kv.get_computed_blocks(request)
         if num_computed == 0:
             return 0
-        # Adopted at once: a hit holds no reference, and the first chunk may be many rounds away.
+        # A hit holds no reference, and the first chunk may be many rounds away.
         adopted = self._kv.allocate_slots(request, 0, num_new_computed_tokens=num_computed, new_computed_blocks=blocks)
         return 0 if adopted is None else num_computed
 
     def append(self, request_id: str, token_ids: list[int]) -> None:
+        """Appends tokens to a sequence."""
         self._requests[request_id].append_output_token_ids(token_ids)
 
     def allocate(self, request_id: str, num_computed: int, num_new: int, num_lookahead: int) -> bool:
+        """Allocates blocks for new and lookahead tokens, and returns whether there were enough."""
         request = self._requests[request_id]
         request.num_computed_tokens = num_computed
         if self._kv.allocate_slots(request, num_new, num_lookahead_tokens=num_lookahead) is None:
@@ -101,11 +112,13 @@ class DraftEngine:
         return True
 
     def give_back(self, request_id: str) -> None:
+        """Frees a sequence's blocks. Its tokens stay, and must be computed again."""
         request = self._requests[request_id]
         self._kv.free(request)
         request.num_computed_tokens = 0
 
     def missing(self, request_id: str) -> int:
+        """Returns how many blocks a sequence lacks for its tokens."""
         request, kv = self._requests[request_id], self._kv
         needed: int = kv.coordinator.get_num_blocks_to_allocate(
             request_id=request_id,
@@ -125,10 +138,12 @@ class DraftEngine:
         return free
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Returns a sequence's block ids by KV cache group."""
         ids: tuple[list[int], ...] = self._kv.get_block_ids(request_id)
         return ids
 
     def take_blocks(self, count: int) -> list[int] | None:
+        """Takes blocks that belong to no sequence, or returns None if there are too few."""
         pool = self._kv.block_pool
         if count > self.num_free_blocks:
             return None
@@ -140,20 +155,21 @@ class DraftEngine:
         self._kv.block_pool.free_blocks([self._taken.pop(block_id) for block_id in block_ids])
 
     def finish(self, request_id: str) -> None:
-        """Free a sequence's blocks; full ones stay in the prefix cache until they are needed."""
+        """Frees a sequence's blocks; full ones stay in the prefix cache until they are needed."""
         self._kv.free(self._requests.pop(request_id))
 
     def run(self, plan: StepPlan) -> list[Drawn | None]:
+        """Runs a step, and returns the token drawn after each row, None where none was."""
         results: list[Any] = self._core.model_executor.collective_rpc("draft", args=(plan,))
         drawn: list[Drawn | None] = results[0]
         return drawn
 
     def count_graphs(self) -> None:
-        """Count which CUDA graphs the steps from now on use. Once."""
+        """Starts to count which CUDA graphs steps use. Call it once."""
         self._core.model_executor.collective_rpc("count_graphs")
 
     def take_graph_hits(self) -> dict[str, int]:
-        """Steps since the last call, or since counting began, by graph mode and padded tokens; of the first rank."""
+        """Returns the first rank's steps since the last call, by graph mode and padded tokens."""
         hits: list[dict[str, int]] = self._core.model_executor.collective_rpc("take_graph_hits")
         return hits[0]
 
@@ -166,7 +182,7 @@ class DraftEngine:
 
 
 def _end_token_ids(vllm_config: VllmConfig) -> list[int]:
-    """Ids that end an answer, as the checkpoint says."""
+    """Returns the ids that end an answer, as the checkpoint says."""
     model_config = vllm_config.model_config
     named = [
         getattr(model_config.hf_text_config, "eos_token_id", None),

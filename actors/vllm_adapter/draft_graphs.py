@@ -1,13 +1,14 @@
-"""The CUDA graphs that vLLM captured of the draft model: FULL ones, of a whole pass with one token a row, and PIECEWISE
-ones, of what lies between attention layers.
+"""Replays the CUDA graphs that vLLM captured of the draft model.
 
-A graph reads where it read when it was captured, whatever the model is handed now: in the runner's buffers. Pieces read
-token ids, positions and what is padding there, and, where vLLM does not take the writing of KV out of them
+FULL graphs hold a whole pass with one token per row, PIECEWISE graphs what lies between attention layers.
+
+A graph reads the runner's buffers, as when it was captured, whatever tensors the model is given. Pieces read token ids,
+positions and the padding mask there, and, where vLLM does not take KV writes out of them
 (`BreakableCUDAGraphCapture`, `use_inductor_graph_partition`), KV slots: one for every token, -1 for padding. A FULL
-graph reads all that attention is told. What is a number on the host stays what it was, so a FULL graph is of so many
-rows, and a step with fewer has rows of nothing after its own, which read no KV and write none. What the attention
-backends keep in buffers of their own is renewed where metadata is built, in every step. M-RoPE positions, and states
-that are no KV, would be in other buffers: `DraftEngine` takes no model with either. Never run on a GPU.
+graph also reads all attention metadata. Numbers on the host are fixed at the capture, so a FULL graph has a fixed
+number of rows, and a step with fewer is padded with empty rows, which neither read nor write KV. Attention backends
+renew their own buffers in every step, when metadata is built. M-RoPE positions and recurrent states would be in other
+buffers; `DraftEngine` refuses models with either.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _OF_ONE_TOKEN_A_ROW = _OF_ANY_ROWS | {CUDAGraphMode.FULL}
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """What one step replays. mode NONE: nothing."""
+    """Describes the graph of one step. In mode NONE nothing is replayed."""
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
@@ -40,14 +41,13 @@ class Graph:
 
     @property
     def num_tokens(self) -> int:
-        """With padding."""
+        """Returns the number of tokens with padding."""
         return int(self.descriptor.num_tokens)
 
     def padded(
         self, query_start: NDArray[np.int32], seq_lens: NDArray[np.int32], slots: Sequence[NDArray[np.int64]]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], list[NDArray[np.int64]]]:
-        """What attention is told: of each KV cache group a slot for each token of the graph, and, if it is FULL, for as
-        many rows as it has."""
+        """Pads attention's inputs: slots to the graph's tokens and, if it is FULL, the others to its rows."""
         if self.is_full:
             num_rows = self.descriptor.num_reqs
             assert num_rows is not None
@@ -56,6 +56,8 @@ class Graph:
 
 
 class DraftGraphs:
+    """Chooses a graph for each step, and copies its inputs to the runner's buffers."""
+
     def __init__(self, runner: Any) -> None:
         """runner: vLLM's V1 model runner, which has captured."""
         self._dispatcher, self._token_ids = runner.cudagraph_dispatcher, runner.input_ids.gpu
@@ -65,8 +67,10 @@ class DraftGraphs:
         self._slots = [tables[group].slot_mapping.gpu for group in range(len(runner.attn_groups))]
 
     def choose(self, num_tokens: int, one_a_row: bool, num_adapters: int) -> Graph:
-        """one_a_row: whether every row feeds one token. num_adapters: that the tokens are of: graphs without any leave
-        them out."""
+        """Chooses the graph of a step.
+
+        one_a_row: whether every row feeds one token. num_adapters: LoRA adapters that the tokens use.
+        """
         mode, descriptor = self._dispatcher.dispatch(
             num_tokens,
             uniform_decode=one_a_row,
@@ -79,7 +83,7 @@ class DraftGraphs:
     def put(
         self, graph: Graph, query_start: Tensor, seq_lens: Tensor, slots: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """What attention is told, in the buffers that the graph reads. Block tables are there already."""
+        """Copies attention's inputs, except block tables, to the buffers that the graph reads."""
         if graph.mode is not CUDAGraphMode.NONE:
             slots = [_put(buffer, of_group) for buffer, of_group in zip(self._slots, slots, strict=True)]
         if graph.is_full:
@@ -87,14 +91,16 @@ class DraftGraphs:
         return query_start, seq_lens, slots
 
     def put_inputs(self, graph: Graph, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """The model's inputs, [tokens], padded, in the buffers that graphs read, and what the forward context is
-        told."""
+        """Copies the model's inputs, [tokens], padded, to the buffers that graphs read.
+
+        Returns them there, and the arguments of the forward context.
+        """
         total, padded = len(token_ids), graph.num_tokens
         _put(self._token_ids, token_ids)
         _put(self._positions, positions)
         self._positions[total:padded].zero_()
-        # Routers of mixture-of-experts models read it in the graphs, which were captured with nothing but padding: a
-        # token that is taken for padding gets no expert.
+        # Routers of mixture-of-experts models read this mask, and graphs were captured with padding only. A token that
+        # is taken for padding gets no expert.
         is_padding = self._is_padding[:padded]
         is_padding[:total].fill_(False)
         is_padding[total:].fill_(True)
@@ -108,7 +114,7 @@ class DraftGraphs:
 
 
 def graphs_of(runner: Any) -> DraftGraphs | None:
-    """None where nothing is captured: on a CPU, and with `enforce_eager`."""
+    """Returns the runner's graphs, or None where nothing is captured: on a CPU, and with `enforce_eager`."""
     return None if runner.cudagraph_dispatcher.cudagraph_mode is CUDAGraphMode.NONE else DraftGraphs(runner)
 
 

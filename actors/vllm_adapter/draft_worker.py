@@ -1,4 +1,4 @@
-"""A rank of the draft model: vLLM's worker, plus a step over rows that the drafter plans (``paged_forward.py``).
+"""Runs one rank of the draft model: vLLM's worker with a step over the drafter's rows (``paged_forward.py``).
 
 `CutHead` is the model's output head cut to the tokens of a draft vocabulary, where there is one.
 """
@@ -24,7 +24,7 @@ from outrider.cluster.config import ConfigError
 
 
 class CutHead:
-    """Holds a copy of some rows of the head, [N, hidden size], and what vLLM's logits processor does after it."""
+    """Computes the logits of some tokens, by a copy of their rows of the output head, [N, hidden size]."""
 
     def __init__(self, model: Any, token_ids: Sequence[int]) -> None:
         """Raises ConfigError for a model whose head is no plain matrix on one rank."""
@@ -44,13 +44,13 @@ class CutHead:
 
     @property
     def subset(self) -> TokenSubset:
-        """What the columns of `logits` stand for."""
+        """Returns the tokens that the columns of `logits` stand for."""
         if self._subset is None:
             self._subset = TokenSubset(self._ids)
         return self._subset
 
     def replace(self, changes: Sequence[tuple[int, int]]) -> None:
-        """(slot, token id): other tokens in some places. Does not wait for a GPU."""
+        """Replaces the tokens in some slots, given as (slot, token id). Does not wait for a GPU."""
         if not changes:
             return
         slots, tokens = to_device([*np.array(changes, np.int64).T], self._ids.device)
@@ -59,7 +59,7 @@ class CutHead:
         self._subset = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, N] of hidden states [rows, hidden size]."""
+        """Returns the logits, [rows, N], of hidden states, [rows, hidden size]."""
         bias = None if self._bias is None else self._bias[self._ids]
         logits = torch.nn.functional.linear(hidden, self._weight, bias)
         if self._soft_cap is not None:
@@ -68,6 +68,8 @@ class CutHead:
 
 
 class DraftWorker(worker_class()):  # type: ignore[misc]
+    """Adds draft steps, weights of a version and a cut head to vLLM's worker."""
+
     _paged: PagedForward | None = None
     _head: CutHead | None = None
     _adapters: Sequence[LoRARequest] = ()
@@ -75,10 +77,10 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
 
     @torch.inference_mode()
     def draft(self, plan: StepPlan) -> list[Drawn | None]:
-        """Runs one step and waits once for the device, at its end: by the read of what was drawn, or without one.
+        """Runs one step, and waits for the device once, at its end.
 
-        Rank 0 returns what was drawn after each row, None where nothing was. The others return nothing: what they feed
-        next comes with the next plan, so ranks cannot disagree.
+        Rank 0 returns what was drawn after each row, None where nothing was. The others return nothing: their next
+        tokens come with the next plan, so ranks cannot disagree.
         """
         forward = self._paged
         if forward is None:
@@ -94,7 +96,7 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         if len(hidden):
             logits = self.model_runner.model.compute_logits(hidden) if head is None else head.logits(hidden)
         if logits is None or self.rank != 0:
-            # The next step's attention metadata is built in pinned buffers that this step's copies read (FlashInfer's
+            # The next step builds attention metadata in pinned buffers that this step's copies still read (FlashInfer's
             # plan keeps one), and this step's time must not count as the next one's.
             wait_for(self.model_runner.device)
             return [None] * len(plan.rows) if self.rank == 0 else []
@@ -105,22 +107,21 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         return [None if row.draw is None else next(drawn) for row in plan.rows]
 
     def load_weights_of_version(self, tensors: dict[str, Tensor]) -> None:
-        """In place of those that are there; what is not named stays. vLLM shards and packs them as when it loaded the
-        checkpoint."""
+        """Replaces the named weights. vLLM shards and packs them as when it loaded the checkpoint."""
         self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
 
     def load_adapters(self, paths: list[str]) -> None:
-        """Rows name them by their places, counted from 1."""
+        """Loads LoRA adapters. Rows name them by their number, from 1."""
         self._adapters = [LoRARequest(path, number, path) for number, path in enumerate(paths, start=1)]
         for adapter in self._adapters:
             self.add_lora(adapter)
 
     def cut_head(self, token_ids: list[int]) -> None:
-        """From now on draft from these tokens alone."""
+        """Cuts the output head to these tokens."""
         self._head = CutHead(self.model_runner.model, token_ids)
 
     def count_graphs(self) -> None:
-        """Once: from now on each CUDA graph that vLLM's dispatcher gives a step is counted."""
+        """Starts to count the CUDA graphs that vLLM's dispatcher chooses. Call it once."""
         hits = self._graph_hits = Counter()
         dispatcher = self.model_runner.cudagraph_dispatcher
         inner = dispatcher.dispatch
@@ -133,7 +134,7 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         dispatcher.dispatch = dispatch
 
     def take_graph_hits(self) -> dict[str, int]:
-        """By mode and padded tokens (``FULL 16``): steps since the last call. A CPU asks for none."""
+        """Returns the steps since the last call by mode and padded tokens (``FULL 16``). A CPU has none."""
         found = dict(self._graph_hits)
         self._graph_hits.clear()
         return found

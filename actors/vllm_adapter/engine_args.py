@@ -1,7 +1,4 @@
-"""From our configuration to vLLM's: the one place where engine settings are translated.
-
-Also the one that asks which of vLLM's platforms this process runs on, since most defaults depend on it.
-"""
+"""Translates our configuration to vLLM's, by the platform that vLLM runs on."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from outrider.actors.vllm_adapter.answer_parsers import answer_parsers
+from outrider.actors.vllm_adapter.answer_parsers import AUTO, answer_parsers
 from outrider.actors.vllm_adapter.async_drafts import AsyncDraftVllmConfig
-from outrider.actors.vllm_adapter.parser_families import AUTO
 from outrider.actors.vllm_adapter.pipeline_stages import StagedVllmConfig
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.device_defaults import CPU_KV_CACHE_BYTES
@@ -24,13 +20,14 @@ from outrider.cluster.placement import RankPlacement
 
 
 def on_gpu() -> bool:
+    """Returns whether vLLM runs on an accelerator rather than a CPU."""
     from vllm.platforms import current_platform
 
     return not current_platform.is_cpu()
 
 
 def worker_class() -> type:
-    """vLLM's V1 worker for this platform (the CPU module cannot be imported on a GPU build)."""
+    """Returns vLLM's V1 worker for this platform. The CPU module cannot be imported on a GPU build."""
     if on_gpu():
         from vllm.v1.worker.gpu_worker import Worker
 
@@ -41,10 +38,11 @@ def worker_class() -> type:
 
 
 CPU_DRAFTER_BLOCK_SIZE = 32
-"""The smallest that vLLM's CPU attention takes."""
+"""The smallest block that vLLM's CPU attention takes."""
 
 
 def _common(config: EngineConfig) -> dict[str, Any]:
+    """Returns the engine arguments that target and draft model share."""
     gpu = on_gpu()
     args: dict[str, Any] = {
         "model": config.model,
@@ -64,10 +62,10 @@ def _common(config: EngineConfig) -> dict[str, Any]:
 
 
 def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_group: Any) -> VllmConfig:
-    """The target's engine on our executor.
+    """Returns the configuration of the target's engine, on our executor.
 
-    With a drafter actor, or no drafter at all, our worker chooses the tokens: a seed gives the same answer with a
-    drafter and without. With co-located drafting worker, sampler and proposer are vLLM's own.
+    With a remote drafter or none, our worker chooses the tokens, so a seed gives the same answer with a drafter and
+    without. With co-located drafting, worker, sampler and proposer are vLLM's own.
 
     Raises ConfigError, naming the section, for what vLLM refuses.
     """
@@ -78,12 +76,12 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
     args["additional_config"] = {**ranks.as_additional_config(), "outrider": config.model_dump(mode="json")}
     vllm_config = _create(AsyncEngineArgs, args, placement_group, config.target)
     _check_pictures(config, vllm_config.model_config)
-    if config.openai.reasoning_parser == AUTO:  # by the checkpoint, which has been read by now
+    if config.openai.reasoning_parser == AUTO:  # the family is known once the checkpoint has been read
         parsers = answer_parsers(config, vllm_config.model_config)
         if parsers.reasoning is not None:
             vllm_config.structured_outputs_config.reasoning_parser = parsers.reasoning
     if config.drafter is None and config.target.schedules_ahead:
-        # Steps overlap in vLLM's own way, see overlap.py. Its CPU platform clears the flag, and runs well with it.
+        # Steps overlap as vLLM's own (overlap.py). vLLM's CPU platform clears this flag, but works with it.
         vllm_config.scheduler_config.async_scheduling = True
     kind = "Async" if vllm_config.scheduler_config.async_scheduling else ""
     if config.remote_drafter is not None and config.target.schedules_ahead:
@@ -96,7 +94,7 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
 
 
 def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
-    """vLLM's engine arguments for the target, but for where its ranks run, and for what is chosen by the checkpoint."""
+    """Returns vLLM's engine arguments for the target, except those of its ranks and those that need the checkpoint."""
     args = _common(config.target)
     args["pipeline_parallel_size"] = config.target.pipeline_parallel_size
     if config.target.serves_lora:
@@ -106,8 +104,8 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     args["disable_log_stats"] = False
     args["served_model_name"] = config.served_model_name  # metrics are labelled with it
     args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
-    args["scheduling_policy"] = "priority"  # see outrider.actors.vllm_adapter.scheduler
-    # vLLM picks xgrammar for a request, or guidance for what xgrammar does not support; see TwoBackends.
+    args["scheduling_policy"] = "priority"  # FairScheduling sets the priorities
+    # vLLM chooses xgrammar for a request, or guidance where xgrammar lacks support; see TwoBackends.
     named = config.openai.reasoning_parser
     args["structured_outputs_config"] = {
         "backend": "auto",
@@ -117,11 +115,11 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
         args["per_request_spec_decode_metrics"] = "summary"
     if config.co_located is not None:
         args["speculative_config"] = config.co_located.speculative_config(config.num_speculative_tokens)
-        if not config.target.schedules_ahead:  # else vLLM decides: not every method of its own can
+        if not config.target.schedules_ahead:  # otherwise vLLM decides, since not every method supports it
             args["async_scheduling"] = False
         return args
     args["worker_cls"] = "outrider.actors.vllm_adapter.target_worker.TargetWorker"
-    args["async_scheduling"] = False  # vLLM's own way of it, see ahead.py
+    args["async_scheduling"] = False  # our own way replaces vLLM's, see async_drafts.py
     if config.drafter is not None:
         args["speculative_config"] = {
             "method": "custom_class",
@@ -132,31 +130,35 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
 
 
 NO_DOMAIN = "none.invalid"
-"""vLLM fetches from anywhere, this machine's network included, unless it is given a domain."""
+"""An allowed domain that does not exist. Without any, vLLM fetches media from anywhere, the local network included."""
 
 
 def _lora_arguments(num_adapters: int, max_lora_rank: int) -> dict[str, Any]:
-    """As many slots in a batch as adapters may be loaded. With fewer, a request that sits a step out, as one may near
-    its last token, leaves its adapter's slot to another's, and the step after holds more than there are slots: vLLM's
-    scheduler asserts that it cannot be.
+    """Returns vLLM's LoRA arguments, with a slot for every adapter that may be loaded.
 
-    On CPU one more, which stays empty: vLLM's kernels there take the last slot's adapter for requests that name none,
-    where others in their batch do."""
+    With fewer slots, a request that is not scheduled for one step, as may happen near its last token, loses its
+    adapter's slot to another, and the next step needs more slots than there are, which vLLM's scheduler asserts
+    against.
+
+    A CPU has one more slot, which stays empty: vLLM's CPU kernels apply the last slot's adapter to requests without
+    one, where others in their batch have one.
+    """
     slots = num_adapters + (0 if on_gpu() else 1)
     return {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": slots, "max_cpu_loras": slots}
 
 
 def _check_pictures(config: OutriderConfig, model_config: Any) -> None:
+    """Raises ConfigError where images are configured for a model that takes text alone."""
     if config.target.takes_pictures and not model_config.is_multimodal_model:
         named = f"target.engine_args.limit_mm_per_prompt: target.model ({model_config.architecture})"
         raise ConfigError(f"{named} takes text alone; leave it out")
 
 
 def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
-    """The draft model's engine. Without ranks it runs in the calling process."""
+    """Returns the configuration of the draft model's engine. Without ranks it runs in the calling process."""
     args = _common(config)
-    # A row of the drafter's is a request to vLLM, wherever it sizes its buffers and CUDA graphs. Which graphs a GPU
-    # captures is vLLM's own default: a FULL one of a token a row, and PIECEWISE ones of anything else.
+    # vLLM sizes buffers and CUDA graphs by requests, and each row of the drafter counts as one. On a GPU vLLM captures
+    # by default a FULL graph for one token per row, and PIECEWISE graphs for other steps.
     args["max_num_seqs"] = max(config.max_num_seqs, config.max_draft_rows)
     if not on_gpu():
         args.setdefault("block_size", CPU_DRAFTER_BLOCK_SIZE)
@@ -165,8 +167,8 @@ def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, p
     args["skip_tokenizer_init"] = True
     if config.lora_modules:
         args |= _lora_arguments(len(config.lora_modules), config.max_lora_rank)
-    # Drafts are text. Else a model that takes images too is compiled, and captured, for embeddings instead of token
-    # ids, and its other towers take memory.
+    # Drafts are text. Otherwise a multimodal model is compiled and captured for embeddings instead of token ids, and
+    # its other towers take memory.
     args["language_model_only"] = True
     if ranks is not None:
         from outrider.actors.vllm_adapter.executor import RayRanksExecutor
@@ -179,11 +181,12 @@ def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, p
 _REFUSALS = (
     ValueError, OSError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError, ImportError,
 )  # fmt: skip
-"""With which vLLM ends for settings that do not go together, or that this machine does not have."""
+"""The errors that vLLM raises for settings that do not fit together, or do not fit this machine."""
 
 
 def _create(made_by: type[EngineArgs], args: dict[str, Any], placement_group: Any, config: EngineConfig) -> VllmConfig:
-    # By it vLLM chooses how many tokens a step has; without it they are 2,048 on any GPU, at which it warns itself.
+    """Makes vLLM's configuration of engine arguments. Raises ConfigError."""
+    # vLLM chooses max_num_batched_tokens by the usage context; without one it is 2,048 on any GPU, with a warning.
     usage = UsageContext.OPENAI_API_SERVER if on_gpu() and config.side == "target" else None
     try:
         vllm_config = made_by(**args).create_engine_config(usage)
@@ -194,9 +197,9 @@ def _create(made_by: type[EngineArgs], args: dict[str, Any], placement_group: An
 
 
 def _refusal(error: Exception, config: EngineConfig) -> str:
-    """In vLLM's words, under the name of the engine argument that they are about where that can be told."""
+    """Returns vLLM's refusal, under the name of the engine argument that it is about where that is known."""
     text = _first_lines(error)
-    if not isinstance(error, ValueError | OSError):  # words that were not meant for an operator
+    if not isinstance(error, ValueError | OSError):  # the message alone would not say enough
         text = f"{type(error).__name__}: {text}"
     if "failed to be inspected" in text and find_spec("torchvision") is None:
         text += (

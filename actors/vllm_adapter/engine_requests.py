@@ -1,5 +1,4 @@
-"""Converts between our types and vLLM's: requests to SamplingParams, vLLM's outputs to one RoundOutput a round, and its
-errors to ours."""
+"""Converts requests to vLLM's SamplingParams, vLLM's outputs to one RoundOutput per round, and its errors to ours."""
 
 from __future__ import annotations
 
@@ -37,23 +36,26 @@ from outrider.actors.request_constraints import Mode
 from outrider.actors.request_ids import scoped_id, unscoped
 from outrider.actors.round.origins import RoundLog, TakenRounds
 from outrider.actors.round.request import EXTRA_ARGS_KEY, check_for_ranks
-from outrider.actors.vllm_adapter.client_text import shortened
+from outrider.actors.vllm_adapter.error_text import shorten
 from outrider.actors.vllm_adapter.structured_outputs import check_constraint
 from outrider.cluster.link.messages import MAX_INT31, MessageError
 
 CONSTRAINT = "sampling.structured_outputs"
 _SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
-"""What xgrammar puts before its messages: time, file and line of its source."""
+"""The time, file and line that xgrammar puts before its messages."""
 
 
 def sampling_params(
     request: GenerationRequest, prompt_len: int, max_model_len: int, structured_output: Mode = "all"
 ) -> SamplingParams:
-    """Return vLLM's parameters, with our own in extra_args. structured_output: see ServingConfig.
+    """Returns vLLM's parameters, with ours in extra_args.
 
-    As over vLLM's HTTP API a max_tokens above max_model_len is refused, and one that the prompt leaves too little room
-    for is lowered, before min_tokens is compared with it. Raises RequestError for what vLLM or a rank would refuse, and
-    for a constraint that is not served.
+    As over vLLM's HTTP API, a max_tokens above max_model_len is refused, and one that does not fit beside the prompt is
+    lowered before min_tokens is compared with it.
+
+    structured_output: as in ServingConfig.
+
+    Raises RequestError for what vLLM or a rank would refuse, and for a constraint that is not served.
     """
     settings = dict(request.sampling)
     try:
@@ -82,7 +84,7 @@ def sampling_params(
 
 
 def _round_options(request: GenerationRequest) -> dict[str, Any]:
-    """Return what goes to rank 0 through SamplingParams.extra_args."""
+    """Returns the options for rank 0, which go there in SamplingParams.extra_args."""
     ours: dict[str, Any] = {}
     limit = request.num_speculative_tokens if request.speculation else 0
     if limit is not None:
@@ -101,7 +103,7 @@ def _round_options(request: GenerationRequest) -> dict[str, Any]:
 
 
 def blamed_by_ranks(error: MessageError, params: SamplingParams) -> str:
-    """The parameter that `check_for_ranks` found wrong: to the drafter allowed tokens are biases, too, of 0."""
+    """Returns the parameter that `check_for_ranks` refused. The link carries allowed tokens as biases of 0, too."""
     name = error.field.removeprefix("Open.")
     if name != "biases":
         return name
@@ -110,7 +112,7 @@ def blamed_by_ranks(error: MessageError, params: SamplingParams) -> str:
 
 
 def refusal(error: Exception, request: GenerationRequest) -> RequestError:
-    """Return what vLLM refused, in its own words, behind the field's name."""
+    """Returns vLLM's refusal, in its own words, behind the field's name."""
     problem = problem_in(error)
     for parameter in (getattr(error, "parameter", None), problem.partition(" ")[0], "structured_outputs"):
         if parameter in request.sampling:
@@ -119,21 +121,21 @@ def refusal(error: Exception, request: GenerationRequest) -> RequestError:
 
 
 def problem_in(error: Exception) -> str:
-    """Return vLLM's error on one line, with its cause, and without the value that VLLMValidationError's text adds."""
+    """Returns vLLM's error and its cause on one line, without the value that VLLMValidationError's text adds."""
     problem = str(error.args[0] if error.args else error)
     if error.__cause__ is not None and str(error.__cause__) not in problem:
         problem = f"{problem}: {error.__cause__}"
-    return shortened(_SOURCE_LINE.sub("", problem))
+    return shorten(_SOURCE_LINE.sub("", problem))
 
 
 def _field(parameter: str, request: GenerationRequest) -> str:
-    """Return the public field; of a constraint, with its kind."""
+    """Returns the public field of a parameter, with the kind of a constraint."""
     kinds = request.sampling[parameter] if parameter == "structured_outputs" else ()
     return ".".join(["sampling", parameter, *kinds])
 
 
 def _given_up(request: GenerationRequest, num_tokens: int) -> Exception:
-    """Return the error for an answer that the engine gave up after num_tokens: due to its own LIMITS if it has any."""
+    """Returns the error for an answer that failed after num_tokens, naming the request's LIMITS if it has any."""
     limits = [name for name in LIMITS if name in request.sampling]
     if not limits:
         return SamplingFailed(request.request_id)
@@ -145,7 +147,7 @@ def _given_up(request: GenerationRequest, num_tokens: int) -> Exception:
 
 
 def is_of_request(engine_id: str, request_id: str, caller: int | None = None) -> bool:
-    """Return whether engine_id is, or is part of, the request that caller calls request_id; None: any caller.
+    """Returns whether engine_id is, or is part of, the request that caller calls request_id. None is any caller.
 
     vLLM's serving classes call a chat ``chatcmpl-ID``, a response, whose answer is ``resp_ID``, ``resp_ID_0``, and
     prompt i of a completion, whose answer is ``cmpl-ID``, ``cmpl-ID-i``.
@@ -164,7 +166,10 @@ def is_of_request(engine_id: str, request_id: str, caller: int | None = None) ->
 def traced_generate(
     llm: Any, prompt: Any, params: Any, request_id: str, trace_headers: Mapping[str, str] | None = None, **options: Any
 ) -> AsyncGenerator[Any, None]:
-    """Call ``llm.generate``, traced where tracing is on. trace_headers: the caller's, W3C. options: more for vLLM."""
+    """Calls ``llm.generate``, traced where tracing is on.
+
+    trace_headers: the caller's, in W3C's format. options: further arguments for vLLM.
+    """
     if (tracer := tracing.process_tracer("target")) is None:
         outputs: AsyncGenerator[Any, None] = llm.generate(prompt, params, request_id, **options)
         return outputs
@@ -182,7 +187,7 @@ async def _traced(
             extra = dict(params.extra_args or {})
             extra[EXTRA_ARGS_KEY] = {**extra.get(EXTRA_ARGS_KEY, {}), "trace_headers": headers}
             params.extra_args = extra
-        # Also when it is not sampled: vLLM would begin a trace of its own otherwise.
+        # Without headers vLLM would begin a trace of its own, even where this one is not sampled.
         stream = llm.generate(prompt, params, request_id, trace_headers=headers, **options)
         num_tokens = 0
         async with aclosing(stream):
@@ -209,11 +214,16 @@ def round_outputs(
     *,
     report_cached_tokens: bool = False,
 ) -> list[RoundOutput]:
-    """Return one RoundOutput per answer that vLLM's output, a delta, is about; several with n > 1.
+    """Returns one RoundOutput for each answer in vLLM's output, a delta; several with n > 1.
 
-    num_tokens: tokens of each answer before this round, by index; brought up to date. rounds: where the tokens' origins
-    are. report_cached_tokens: tell how much of the prompt was cached, and with it what others have asked. Raises
-    SamplingFailed, and RequestError when the request itself may leave no token to choose.
+    Args:
+        num_tokens: the tokens of each answer before this round, by index; updated.
+        rounds: the log that has the tokens' origins.
+        report_cached_tokens: whether to report how much of the prompt was cached, which reveals what others have asked.
+
+    Raises:
+        SamplingFailed: the model's logits gave no next token.
+        RequestError: the request's own limits may have left no next token.
     """
     outputs = []
     first = not num_tokens
@@ -263,7 +273,10 @@ def _round_output(
 
 
 def _timing(stats: RequestStateStats | None) -> RequestTiming | None:
-    """None when the engine keeps no statistics. A step's times are on one clock of vLLM's, its arrival on another."""
+    """Returns where the time went, or None when the engine keeps no statistics.
+
+    vLLM's step times are on another clock than its arrival time.
+    """
     if stats is None:
         return None
     steps = (stats.queued_ts, stats.scheduled_ts, stats.first_token_ts, stats.last_token_ts)
@@ -283,33 +296,25 @@ def _logprobs(completion: CompletionOutput, request: GenerationRequest) -> tuple
     wanted = request.sampling.get("logprobs")
     if wanted is None:
         return ()
-    positions = completion.logprobs or ()
-    if len(positions) != len(completion.token_ids):
-        raise RuntimeError(
-            f"request {request.request_id}: {len(positions)} logprobs for {len(completion.token_ids)} tokens"
-        )
     return tuple(
         _token_logprobs(token_id, entries, wanted)
-        for token_id, entries in zip(completion.token_ids, positions, strict=True)
+        for token_id, entries in zip(completion.token_ids, completion.logprobs or (), strict=True)
     )
 
 
 def _prompt_logprobs(output: RequestOutput, request: GenerationRequest) -> tuple[TokenLogprobs | None, ...]:
-    """vLLM gives them once, whole, with each answer's first token: with n > 1 once per answer, all the same."""
+    """Returns the prompt's logprobs. vLLM repeats them with each answer's first token."""
     wanted = request.sampling.get("prompt_logprobs")
     if wanted is None or not output.outputs[0].token_ids:  # ended before its prompt was read
         return ()
-    ids, positions = output.prompt_token_ids or (), output.prompt_logprobs or ()
-    if len(positions) != len(ids):
-        raise RuntimeError(f"request {request.request_id}: {len(positions)} prompt logprobs for {len(ids)} tokens")
     return tuple(
         None if entries is None else _token_logprobs(token_id, entries, wanted)
-        for token_id, entries in zip(ids, positions, strict=True)
+        for token_id, entries in zip(output.prompt_token_ids or (), output.prompt_logprobs or (), strict=True)
     )
 
 
 def _token_logprobs(token_id: int, entries: Mapping[int, Logprob], wanted: int) -> TokenLogprobs:
-    """entries: the token's own and the likeliest ones, by id; its own may be one of those."""
+    """Converts a token's logprobs. entries: its own and the likeliest ones, by id."""
     own = entries[token_id]
     best = sorted((entry.rank, other, entry.logprob) for other, entry in entries.items() if entry.rank <= wanted)
     return TokenLogprobs(

@@ -1,10 +1,14 @@
-"""vLLM's Ray executor, with ranks on the bundles, cores and actor names that a RankPlacement asks for.
+"""Runs vLLM's ranks as Ray actors on the bundles, cores and actor names of a RankPlacement.
 
-Six things differ from ``RayExecutorV2``: it connects to a given cluster and namespace and takes the placement
-group it is handed (the stock one insists on a Ray device key, which the CPU platform lacks), it names and places
-each rank, it binds a CPU rank's threads to the rank's own cores before torch starts any, its ranks meet at a store that
-listens on one address only, it asks for drafts together with the step that they follow, and it watches the replica that
-it runs for.
+It differs from vLLM's ``RayExecutorV2`` in six ways:
+
+- It connects to a given cluster and namespace and uses the placement group it is given. vLLM's insists on a Ray device
+  key, which the CPU platform lacks.
+- It names and places each rank.
+- It binds a CPU rank's threads to the rank's cores before torch starts any.
+- Its ranks rendezvous at a store that listens on one address only.
+- It asks for drafts together with the step that they follow.
+- It watches the replica that it runs for.
 """
 
 from __future__ import annotations
@@ -24,28 +28,28 @@ from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
 from outrider.actors.vllm_adapter.async_drafts import AsyncDraftVllmConfig
-from outrider.actors.vllm_adapter.heartbeat import HEARTBEAT, end_standing_replica
+from outrider.actors.vllm_adapter.watchdogs import HEARTBEAT, kill_stalled_replica
 from outrider.cluster.link.rendezvous import open_store
 from outrider.cluster.placement import NAMESPACE, RankPlacement, bind_to
 
 _CPU_SPIN_S = 0.0005
-"""On CPU a process that waits for another may spin for so long before it sleeps. vLLM's own second never ends between
-steps, and takes a core from the models: with target and drafter on one core each, a third of both."""
+"""How long a process may spin on a CPU before it sleeps. vLLM's second outlasts any step and takes a core from the
+models: with target and drafter on one core each, a third of both."""
 
 _CPU_RECHECK_MS = 5
-"""A sleeper looks for itself this often. vLLM looks every 5 s, which is how long a notification that gets lost, as
-about one in a thousand does, would stop the engine."""
+"""How often a sleeper looks for messages. About one notification in a thousand is lost, and vLLM's 5 s would stop the
+engine for that long."""
 
 
 class RankProc(RayWorkerProc):
-    """One rank's process: bound to its cores first, then vLLM's own worker."""
+    """Runs vLLM's worker in one rank's process, after binding the process to its cores."""
 
     def __init__(self, vllm_config: Any, rank: int, *args: Any, **kwargs: Any) -> None:
         cores = RankPlacement.of(vllm_config).cores
         if cores is not None:
             bind_to(cores[rank])
         if not current_platform.is_cpu():
-            # This copy is the rank's own. vLLM lets ranks span nodes only under its own name for Ray.
+            # vLLM lets ranks span nodes only under its own name for Ray. This copy of the config is the rank's own.
             vllm_config.parallel_config.distributed_executor_backend = "ray"
         super().__init__(vllm_config, rank, *args, **kwargs)
 
@@ -54,11 +58,14 @@ class RankProc(RayWorkerProc):
         sleep_early(self.rpc_broadcast_mq)
 
     def create_dist_init_method(self) -> str:
-        """Rank 0: opens the store at which the ranks meet. Any peer that reaches it can write to it, so one rank alone
-        keeps it on loopback; vLLM's own listens on every interface."""
+        """Opens the store at which the ranks rendezvous, on rank 0.
+
+        Any peer that reaches the store can write to it, and vLLM's listens on every interface. This one listens on one
+        address, which is loopback for a single rank.
+        """
         world_size = self._parallel_config.world_size
         host = "127.0.0.1" if world_size == 1 else ray.util.get_node_ip_address()
-        # vLLM's name, and its reason: the server has to live until init_process_group opens the same one.
+        # vLLM's attribute: the server has to live until init_process_group opens the same store.
         self._dist_init_store = open_store(host, world_size, shared=True)
         return get_distributed_init_method(host, self._dist_init_store.port)
 
@@ -73,35 +80,35 @@ class RayRanksExecutor(RayExecutorV2):
 
     def _init_executor(self) -> None:
         self._placement = RankPlacement.of(self.vllm_config)
-        # Drafting by vLLM itself samples in a call of its own, and mostly tells nobody of its drafts.
+        # With vLLM's own drafting, sampling is a separate call, and most methods return no drafts.
         speculative = self.vllm_config.speculative_config
-        drafts_come_from_afar = speculative is not None and speculative.method == "custom_class"
-        self._runs_ahead = isinstance(self.vllm_config, AsyncDraftVllmConfig)
-        self._asks_early = drafts_come_from_afar and not self._runs_ahead
+        has_remote_drafter = speculative is not None and speculative.method == "custom_class"
+        self._schedules_ahead = isinstance(self.vllm_config, AsyncDraftVllmConfig)
+        self._asks_for_drafts_early = has_remote_drafter and not self._schedules_ahead
         overlaps = speculative is None and self.vllm_config.scheduler_config.async_scheduling
-        self._is_folded = self._runs_ahead or overlaps
+        self._samples_in_execute = self._schedules_ahead or overlaps
         """A step's tokens come with the call that starts it, see TargetWorker.execute_model."""
 
         self._drafts: Any = None
         self._chosen: Any = None
-        """Of a step that was sent ahead and chooses its tokens in the same call."""
+        """The result of a step that samples in the same call."""
 
         self._masks_are_due = False
-        """A step was sent ahead of the tokens that a grammar has to follow first."""
+        """A step runs whose masks need the tokens of the step before it."""
 
-        with self._seams():
+        with self._replace_vllm_names():
             super()._init_executor()
         for queue in self.response_mqs:
             sleep_early(queue)
         if (heartbeat := self.vllm_config.additional_config.get(HEARTBEAT)) is not None:
-            threading.Thread(target=end_standing_replica, args=(heartbeat,), name="replica-watch", daemon=True).start()
+            threading.Thread(target=kill_stalled_replica, args=(heartbeat,), name="replica-watch", daemon=True).start()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         output = super().execute_model(scheduler_output, non_block=non_block)
         self._masks_are_due = scheduler_output.pending_structured_output_tokens
         if scheduler_output.total_num_scheduled_tokens and not scheduler_output.has_structured_output_requests:
             self._ask_for_drafts()
-            self._chosen = output if self._is_folded else None
+            self._chosen = output if self._samples_in_execute else None
         return output
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
@@ -114,15 +121,17 @@ class RayRanksExecutor(RayExecutorV2):
         return output
 
     def take_draft_token_ids(self) -> Any:
-        if self._runs_ahead and not self._masks_are_due:
-            return None  # the ranks put drafts in themselves
+        if self._schedules_ahead and not self._masks_are_due:
+            return None  # the ranks insert drafts themselves
         drafts, self._drafts = self._drafts, None
         return super().take_draft_token_ids() if drafts is None else drafts.result()
 
     def _ask_for_drafts(self) -> None:
-        """vLLM asks when it has processed a step's output. Asked now, rank 0 goes on to wait for the drafter by itself
-        meanwhile, and need not be woken once more."""
-        if self._asks_early:
+        """Asks rank 0 for drafts before the step's output is processed, which is when vLLM would ask.
+
+        Rank 0 then waits for the drafter meanwhile, and need not be woken once more.
+        """
+        if self._asks_for_drafts_early:
             self._drafts = self.collective_rpc(
                 "take_draft_token_ids",
                 timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
@@ -146,14 +155,14 @@ class RayRanksExecutor(RayExecutorV2):
             raise RuntimeError("RayRanksExecutor needs parallel_config.placement_group")
 
     def _bundles_by_rank(self, group: Any) -> list[tuple[int, str, str]]:
-        """Bundle, node id and node address of each rank. vLLM's own look-up refuses ranks that share a bundle."""
+        """Returns bundle, node id and node address of each rank. vLLM's look-up refuses ranks that share a bundle."""
         node_of = placement_group_table(group)["bundles_to_node_id"]
         address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         return [(index, node_of[index], address_of[node_of[index]]) for index in self._placement.bundle_indices]
 
     @contextmanager
-    def _seams(self) -> Iterator[None]:
-        """Point the names that ``_init_executor`` looks up in its module at ours while it runs."""
+    def _replace_vllm_names(self) -> Iterator[None]:
+        """Replaces names in the module of ``_init_executor`` while it runs."""
         placement = self._placement
         ours = {
             "initialize_ray_cluster": self._connect,
@@ -172,9 +181,9 @@ class RayRanksExecutor(RayExecutorV2):
 
 
 def sleep_early(queue: Any) -> None:
-    """Let the reader of a vLLM message queue wait for its notification rather than spin."""
+    """Makes the reader of a vLLM message queue wait for its notification rather than spin, on a CPU."""
     if current_platform.is_cpu() and queue is not None:
-        condition = queue._spin_condition  # None where nobody reads it on this node
+        condition = queue._spin_condition  # None without a reader on this node
         if condition is not None and condition.is_reader:
             condition.busy_loop_s = _CPU_SPIN_S
             shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = _CPU_RECHECK_MS

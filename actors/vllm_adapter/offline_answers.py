@@ -1,7 +1,7 @@
-"""Answers of a model and what it thought at each token, many at once: vLLM's offline engine, in a process of its own.
+"""Generates answers and their top log-probabilities in batches, by vLLM's offline engine in a process of its own.
 
-So its memory, its draws, and how it binds its threads to cores, end with it. The engine core runs within that process,
-in step with the calls: the same prompts and seed give the same answers on the same machine.
+The process isolates the engine's memory, random state and thread binding. The engine core runs within it and in step
+with the calls, so the same prompts and seed give the same answers on the same machine.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 TOGETHER = 256
-"""Sequences that are asked for at once."""
+"""The most sequences in a batch."""
 
 _FEWEST, _KV_BYTES = 64, 4 << 30
-"""Of these so many run at once, or as many more as so much KV cache is enough for."""
+"""Sequences that run at once: at least the first number, and more if the second holds their KV cache."""
 
 _BLOCK_TOKENS = 128
-"""The most that a sequence's last KV block leaves unused."""
+"""The most tokens that a sequence's last KV block leaves unused."""
 
 _ENDS_WITHIN_S = 30.0
 
 
 class Answer(NamedTuple):
-    """token_ids: with the end token where it ends, at least one. top_ids int32 [N, top], top_log_p float32 [N, top]:
-    the likeliest tokens in each one's place, likeliest first, at temperature 1."""
+    """Holds an answer and the likeliest tokens at each of its positions.
+
+    token_ids: at least one, with the end token if it was reached. top_ids: int32 [N, top], likeliest first;
+    top_log_p: float32 [N, top], their log-probabilities at temperature 1.
+    """
 
     token_ids: list[int]
     top_ids: np.ndarray
@@ -41,8 +44,11 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """document: the checkpoint's config.json. max_model_len: tokens of prompt and answer. top: see Answer.
-    ends: tokens that end an answer."""
+    """Describes the engine to start.
+
+    document: the checkpoint's config.json. max_model_len: tokens of prompt and answer. top: see Answer.
+    ends: tokens that end an answer.
+    """
 
     checkpoint: str
     document: Mapping[str, Any]
@@ -54,12 +60,12 @@ class Engine:
 
     @property
     def at_once(self) -> int:
-        """Sequences that run."""
+        """Returns how many sequences run at once."""
         return min(max(_KV_BYTES // self._sequence_bytes, _FEWEST), TOGETHER)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """For as many whole sequences as run at once."""
+        """Returns the KV cache's size, for as many whole sequences as run at once."""
         return (self.at_once + 1) * self._sequence_bytes
 
     @property
@@ -73,13 +79,13 @@ class Engine:
 
 
 class OfflineAnswers:
-    """A context: the engine is there within it. Entering takes as long as vLLM takes to start."""
+    """Runs the engine within a context. Entering takes as long as vLLM takes to start."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def __enter__(self) -> OfflineAnswers:
-        """Raises RuntimeError with vLLM's own words where it does not start."""
+        """Starts the engine. Raises RuntimeError with vLLM's own words where it does not start."""
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, self._engine), name="offline answers", daemon=True)
@@ -98,7 +104,10 @@ class OfflineAnswers:
         self._end()
 
     def of(self, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int | None) -> list[Answer]:
-        """seed: of draws at temperature 1; None: greedy. Raises RuntimeError."""
+        """Generates an answer to each prompt. Raises RuntimeError.
+
+        seed: samples at temperature 1 with this seed; None is greedy.
+        """
         self._pipe.send(([list(prompt) for prompt in prompts], max_tokens, seed))
         answers: list[Answer] = self._heard()
         return answers
@@ -123,9 +132,9 @@ class OfflineAnswers:
 
 
 def _serve(pipe: Connection, engine: Engine) -> None:
-    """The process: answers until nobody asks any more."""
+    """Runs the process: answers requests until the pipe closes."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # progress is what people shall read
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the caller prints its progress
     try:
         from vllm import LLM
 
@@ -136,7 +145,7 @@ def _serve(pipe: Connection, engine: Engine) -> None:
             max_num_seqs=engine.at_once,
             max_logprobs=engine.top,
             kv_cache_memory_bytes=engine.kv_cache_bytes,
-            enable_prefix_caching=False,  # a batch must not depend on those before it
+            enable_prefix_caching=False,  # answers must not depend on earlier batches
             async_scheduling=False,
             skip_tokenizer_init=True,
             disable_log_stats=True,
@@ -148,7 +157,7 @@ def _serve(pipe: Connection, engine: Engine) -> None:
             pipe.send((True, _answers(llm, engine, *pipe.recv())))
     except (EOFError, BrokenPipeError):
         return
-    except Exception as error:  # noqa: BLE001 - whatever it is, who asked has to hear of it
+    except Exception as error:  # noqa: BLE001 - the caller must hear of any error
         pipe.send((False, f"{type(error).__name__}: {error}"))
 
 
@@ -157,7 +166,7 @@ def _answers(llm: Any, engine: Engine, prompts: list[list[int]], max_tokens: int
     from vllm import SamplingParams
 
     if seed is not None:
-        torch.manual_seed(seed)  # for all: a generator a request makes sampling take four times as long on a CPU
+        torch.manual_seed(seed)  # a generator per request makes sampling four times as slow on a CPU
     params = SamplingParams(
         temperature=0.0 if seed is None else 1.0,
         max_tokens=max_tokens,
@@ -170,7 +179,7 @@ def _answers(llm: Any, engine: Engine, prompts: list[list[int]], max_tokens: int
     answers = []
     for request in done:
         out = request.outputs[0]
-        # Of each position: the chosen token, then the likeliest ones.
+        # vLLM lists the chosen token of each position first, then the likeliest ones.
         shape = (len(out.token_ids), 1 + engine.top)
         ids = np.array(out.logprobs.token_ids, np.int32).reshape(shape)[:, 1:]
         log_p = np.array(out.logprobs.logprobs, np.float32).reshape(shape)[:, 1:]

@@ -1,9 +1,9 @@
-"""Steps of a deployment without a drafter, which overlap as vLLM's own do: each is launched before anybody has read
-what the one before it chose.
+"""Overlaps the steps of a deployment without a drafter, as vLLM's async scheduling does.
 
-Every step brings each request one token, so positions are known without it, and the token itself stays on the device,
-where the next step takes it from. Our choice of it, and so a seed's answer, is the same as with a drafter. What is read
-later: the token's id, for penalties and bad words, and whether there was one to choose.
+Each step is launched before the host has read the tokens of the step before it. Every step adds one token to each
+request, so positions are known, and the next step takes the token itself from the device. Tokens are chosen as with a
+drafter, so a seed gives the same answer. The host reads later the token ids, for penalties and bad words, and whether
+each request had a token to choose.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from outrider.actors.round.request import Request
 
 UNREAD = -1
-"""In place of a token's id, on the host."""
+"""Stands for a token id that the host has not read yet."""
 
 
 class Unread(NamedTuple):
-    """One step's tokens. output: vLLM's AsyncGPUModelRunnerOutput. places: of each row that has a token, whose it is
-    and where in its text."""
+    """Holds one step's tokens that the host has not read.
+
+    output: vLLM's AsyncGPUModelRunnerOutput. places: row, request and position in its text of each token.
+    """
 
     output: Any
     places: list[tuple[int, Request, int]]
 
 
 class Overlap:
-    """Of one rank that chooses."""
+    """Fills in the token ids of launched steps, on the rank that chooses tokens."""
 
     def __init__(self) -> None:
         self._unread: deque[Unread] = deque()
 
     def chose(self, output: Any, requests: Sequence[Request | None]) -> None:
-        """A step's output, and its requests by row, None where none got a token: each one's text has UNREAD for it."""
+        """Notes a launched step, whose requests have UNREAD as their last token; None is a row without a token."""
         places = [(row, request, len(request.token_ids) - 1) for row, request in enumerate(requests) if request]
         self._unread.append(Unread(output, places))
 
     def forget(self, request: Request) -> None:
-        """Its tokens on their way are nobody's: it was preempted, and they are chosen anew."""
+        """Drops the unread tokens of a request that was preempted; they are chosen again."""
         for _, places in self._unread:
             places[:] = [place for place in places if place[1] is not request]
 
     def read(self, all_of_them: bool) -> None:
-        """Put ids in their places: those of all steps but the last, which are there by now, or waiting for the last
-        one's too."""
+        """Fills in the token ids of all steps but the last, which have arrived, or waits for those of the last too."""
         while len(self._unread) > (not all_of_them):
             output, places = self._unread.popleft()
             output.async_copy_ready_event.synchronize()
@@ -57,15 +58,14 @@ class Overlap:
 
 
 class LaterOutput(AsyncModelRunnerOutput):
-    """vLLM's, and whether each request could be given a token."""
+    """Returns vLLM's output, and reports which requests had no token to choose."""
 
     def __init__(self, output: Any, statuses: Tensor, report: Callable[[Any, list[int]], None]) -> None:
-        """output: vLLM's AsyncGPUModelRunnerOutput. statuses: int32 [B] of the host's, on their way since before its
-        copies."""
+        """output: vLLM's AsyncGPUModelRunnerOutput. statuses: int32 [B] on the host, copied before the output's ids."""
         self._output, self._statuses, self._report = output, statuses, report
 
     def get_output(self) -> Any:
-        """By a thread of the worker's own; blocks until the step is done."""
+        """Waits until the step is done. A thread of the worker calls it."""
         output = self._output.get_output()
         self._report(output, self._statuses.tolist())
         return output

@@ -1,8 +1,8 @@
-"""One lean forward pass of the draft model over rows of paged KV: vLLM's model, attention metadata and kernels, without
-its runner's per-request state.
+"""Runs the draft model over rows of paged KV, with vLLM's model, attention metadata and kernels.
 
-A row is some tokens, where they stand and which KV blocks its sequence has. Nothing of a row is kept between calls, so
-a rollback is feeding from an earlier position, and a branch is a row with another block table.
+A row is some tokens, their first position, and the KV blocks of its sequence. Unlike vLLM's runner it keeps no state of
+a row between calls, so a rollback feeds tokens from an earlier position, and a branch is a row with another block
+table.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from outrider.actors.vllm_adapter.draft_graphs import graphs_of
 
 
 class PagedForward:
-    """Owned by one rank; every rank of a tensor-parallel draft model calls it with the same rows."""
+    """Computes one step of the draft model. Every rank of a tensor-parallel model calls it with the same rows."""
 
     def __init__(self, runner: Any, adapters: Sequence[LoRARequest] = ()) -> None:
-        """runner: vLLM's V1 model runner, loaded, with its KV cache and its graphs. adapters: that it has, by number
-        from 1 on."""
+        """runner: vLLM's V1 model runner, loaded, with its KV cache and graphs. adapters: the LoRA adapters it has."""
         self._model, self._config, self._device = runner.model, runner.vllm_config, runner.device
         self._kv_caches = runner.kv_caches
         self._num_blocks: int = runner.kv_cache_config.num_blocks
@@ -51,8 +50,10 @@ class PagedForward:
             self._in_one_launch = block_copies(self._kv_caches, self._num_blocks, self._device)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole KV blocks, (from, to) ids, in every layer. All are read before any is written: a block that one
-        copy writes may have been freed by another, which reads it."""
+        """Copies whole KV blocks, given as (from, to) ids, in every layer.
+
+        All are read before any is written, since a block that one copy reads may have been freed for another to write.
+        """
         sources = {source for source, _ in copies}
         if self._in_one_launch is not None and sources.isdisjoint(target for _, target in copies):
             self._in_one_launch(copies)
@@ -60,10 +61,12 @@ class PagedForward:
             copy_kv_cache_blocks_inplace(self._kv_caches, self._num_blocks, copies)
 
     def __call__(self, rows: Sequence[StepRow]) -> Tensor:
-        """Feed every row. Returns the hidden states that are drawn from, [draws, hidden size]: after the last token of
-        each row with a draw."""
+        """Feeds every row, and returns the hidden states after the last token of each row with a draw.
+
+        They have the shape [draws, hidden size].
+        """
         batch = _Batch.of(rows)
-        # A target's vocabulary may be padded further than the draft model's: its last row stands for what it lacks.
+        # A target's vocabulary may be padded further than the draft model's, whose last row stands for the rest.
         np.minimum(batch.token_ids, self._last_id, out=batch.token_ids)
         if self._adapters:
             self._choose_adapters(rows)
@@ -78,7 +81,7 @@ class PagedForward:
             query_start, seq_lens, slots = graph.padded(query_start, seq_lens, slots)
             if graph.is_full:
                 num_tokens = graph.num_tokens
-        # All that goes to the device, at once and before anything there is waited for.
+        # Everything for the device is sent in one copy, before anything there is waited for.
         sent = iter(
             to_device(
                 [
@@ -119,7 +122,7 @@ class PagedForward:
         return hidden[:total] if len(drawn) == total else hidden[drawn_t]
 
     def _choose_adapters(self, rows: Sequence[StepRow]) -> None:
-        """Tell vLLM's layers which tokens, and which logits, are of which adapter."""
+        """Sets the LoRA adapter of each token and of each row of logits in vLLM's layers."""
         numbers = [row.adapter if row.adapter in self._adapters else 0 for row in rows]
         of_tokens = tuple(number for number, row in zip(numbers, rows, strict=True) for _ in row.token_ids)
         of_draws = tuple(number for number, row in zip(numbers, rows, strict=True) if row.draw is not None)
@@ -130,8 +133,11 @@ class PagedForward:
     def _by_layer(
         self, common: CommonAttentionMetadata, slots: Sequence[Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Attention metadata and KV slots by layer. common: but for block tables and slots. slots: int64 [tokens] of
-        each KV cache group, with what a graph pads them with."""
+        """Returns attention metadata and KV slots by layer.
+
+        common: metadata without block tables and slots. slots: int64 [tokens] of each KV cache group, padded for a
+        graph.
+        """
         metadata: dict[str, Any] = {}
         slots_by_layer: dict[str, Tensor] = {}
         for groups, tables, slot_t in zip(self._groups, self._tables, slots, strict=True):
@@ -149,8 +155,10 @@ class PagedForward:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The tokens of rows, one after the other. query_start: int32 [rows + 1]; seq_lens: int32 [rows], with what is fed;
-    row_of, positions: [tokens]."""
+    """Holds the tokens of all rows, concatenated.
+
+    query_start: int32 [rows + 1]; seq_lens: int32 [rows], including the tokens fed; row_of, positions: [tokens].
+    """
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -177,10 +185,10 @@ class _Batch:
 
 
 class _BlockTables:
-    """One KV cache group's block tables, kept from step to step while its rows have the same blocks."""
+    """Keeps one KV cache group's block tables from step to step, while its rows have the same blocks."""
 
     def __init__(self, group: int, tables: Any, for_graphs: bool) -> None:
-        """tables: the group's of vLLM's runner, which CUDA graphs read. Without graphs they are left alone."""
+        """tables: the group's tables of vLLM's runner, which CUDA graphs read; not written without graphs."""
         self._group, self._block_size = group, tables.block_size
         self._read_by_graphs = tables if for_graphs else None
         self._kept: list[Sequence[int]] = []
@@ -188,10 +196,11 @@ class _BlockTables:
         self._sent = torch.from_numpy(self._table)
 
     def update(self, rows: Sequence[StepRow], max_seq_len: int) -> np.ndarray | None:
-        """int32 [rows, width]: the block ids of each row, for `put`; None: the device has them."""
+        """Returns the block ids of each row, int32 [rows, width], for `put`; None if the device has them."""
         width = -(-max_seq_len // self._block_size)
         blocks = [row.block_ids[self._group] for row in rows]
-        if blocks == self._kept and width == self._table.shape[1]:  # in one process the lists are the same objects
+        # Within one process the lists are the same objects, so comparing them is fast.
+        if blocks == self._kept and width == self._table.shape[1]:
             return None
         self._kept, self._table = blocks, np.zeros((len(rows), width), np.int32)
         for row, ids in zip(self._table, blocks, strict=True):
@@ -199,7 +208,7 @@ class _BlockTables:
         return self._table
 
     def put(self, sent: Tensor) -> None:
-        """sent: what `update` gave, on the device."""
+        """Takes the result of `update`, on the device."""
         if self._read_by_graphs is None:
             self._sent = sent
             return
@@ -207,7 +216,7 @@ class _BlockTables:
         self._read_by_graphs.get_device_tensor(num_rows)[:, :width].copy_(sent, non_blocking=True)
 
     def on_device(self, num_rows: int) -> Tensor:
-        """int32 [num_rows, width]. Rows after those last asked for have the null block."""
+        """Returns the tables, int32 [num_rows, width], with the null block in padding rows."""
         if self._read_by_graphs is None:
             return self._sent
         tables: Tensor = self._read_by_graphs.get_device_tensor(num_rows)
@@ -215,6 +224,6 @@ class _BlockTables:
         return tables
 
     def slots(self, row_of: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """int64 [tokens]: where the keys and values of each token go, of the rows last asked for."""
+        """Returns the KV slot of each token, int64 [tokens], for the rows of the last `update`."""
         size = self._block_size
         return self._table[row_of, positions // size].astype(np.int64) * size + positions % size

@@ -1,10 +1,10 @@
-"""Pipeline stages: what those before the last one are told, so that they compute what the Verifier's drafts ask for.
+"""Sends committed tokens to the pipeline stages before the last one.
 
-The first stage embeds a step's tokens, and only the last one, the Verifier's, chooses any. Drafts reach every rank in
-the step itself. Of what was chosen vLLM's scheduler sends no more than the step computes: right where each step adds
-one token, and too little where drafts were accepted, whose KV is there and which a request that is preempted, or not
-scheduled for a step, is rebuilt from. So ours sends the accepted ones too, before vLLM's, and a rank puts them in place
-(`apply_committed_tokens`) before vLLM's runner reads the rest as ever.
+The first stage embeds a step's tokens, but only the last one, the Verifier's, chooses tokens. Drafts reach every rank
+in the step itself. vLLM's scheduler sends the chosen tokens that the step computes. That is right where each step adds
+one token, but leaves out accepted drafts: their KV is there already, but a request that is preempted, or not scheduled
+for a step, is rebuilt from their ids. `StagedScheduling` therefore sends accepted drafts before vLLM's tokens, and a
+rank appends them (`apply_committed_tokens`) before vLLM's runner reads the rest.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ else:
 
 
 class StagedVllmConfig(VllmConfig):
-    """Of an engine core with one step in all stages together: the next one needs the drafts that answer it. vLLM's own
-    keeps a batch in each stage."""
+    """Limits the engine core to one step in all stages together, since the next step needs the drafts that follow it.
+
+    vLLM keeps a batch in each stage.
+    """
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -31,7 +33,7 @@ class StagedVllmConfig(VllmConfig):
 
 
 class StagedScheduling(_Scheduler):
-    """Mixin of a vLLM Scheduler that schedules one step at a time: stages before the last one hear of all tokens."""
+    """Sends all committed tokens to stages before the last one. A mixin of a synchronous vLLM Scheduler."""
 
     def _make_cached_request_data(self, *args: Any, **kwargs: Any) -> Any:
         cached = super()._make_cached_request_data(*args, **kwargs)
@@ -46,10 +48,11 @@ class StagedScheduling(_Scheduler):
 
 
 def apply_committed_tokens(cached: Any, requests: Mapping[str, Any], batch: Any, num_spec_tokens: int) -> None:
-    """On a rank before the last stage, ahead of vLLM's own update: tokens up to each request's computed ones go where
-    the last stage has had them since it chose them, and ``cached`` becomes what vLLM's scheduler made.
+    """Appends accepted drafts on a rank before the last stage, and removes them from ``cached``.
 
-    cached: a step's CachedRequestData. requests, batch: the runner's. num_spec_tokens: most drafts a step.
+    Afterwards ``cached`` is as vLLM's scheduler made it, for vLLM's own update.
+
+    cached: a step's CachedRequestData. requests, batch: the runner's. num_spec_tokens: the most drafts in a step.
     """
     for index, (request_id, computed) in enumerate(zip(cached.req_ids, cached.num_computed_tokens, strict=True)):
         before = _num_before(computed, num_spec_tokens)
@@ -70,8 +73,11 @@ def apply_committed_tokens(cached: Any, requests: Mapping[str, Any], batch: Any,
 
 
 def make_room_between(runner: Any) -> None:
-    """What a stage gets from the one before it goes into a buffer of the runner's, which vLLM makes when it first tries
-    the model: never on CPU where the model is not compiled and the KV cache's size is given."""
+    """Makes the runner's buffer for the hidden states of the stage before.
+
+    vLLM makes it when it profiles the model, which it does not do on a CPU where the KV cache's size is given and the
+    model is not compiled.
+    """
     if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -79,5 +85,5 @@ def make_room_between(runner: Any) -> None:
 
 
 def _num_before(computed: int, num_spec_tokens: int) -> int:
-    """A step accepts no more drafts than it has, so nobody lacks more tokens than these."""
+    """Returns how many tokens a stage may lack at most: as many as a step can accept."""
     return min(computed, num_spec_tokens)

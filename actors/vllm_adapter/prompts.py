@@ -1,5 +1,4 @@
-"""Turns prompts into token ids and back, by the renderer that vLLM's own API uses, off the event loop, and with the
-chat template that the configuration names."""
+"""Tokenizes prompts and conversations with vLLM's renderer, off the event loop, and checks that they fit the model."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from outrider.actors.replica_calls import (
     TokenizeRequest,
     Tokens,
 )
-from outrider.actors.vllm_adapter.client_text import shortened
+from outrider.actors.vllm_adapter.error_text import shorten
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 
 def configured_chat_template(config: OutriderConfig) -> str | None:
-    """None: the tokenizer's own. Raises ConfigError for a file that cannot be read."""
+    """Returns the configured chat template, None for the tokenizer's own. Raises ConfigError for an unreadable file."""
     try:
         template: str | None = load_chat_template(config.openai.chat_template)
     except (VLLMClientError, ValueError, OSError) as error:
@@ -35,8 +34,11 @@ def configured_chat_template(config: OutriderConfig) -> str | None:
 
 
 class PromptTokenizer:
-    """renderer: AsyncLLM's, whose tokenizer may be used by several threads. vocab_size: the model's rows, which may be
-    more than the tokenizer has tokens. chat_template: in place of the tokenizer's own."""
+    """Tokenizes requests' prompts, and detokenizes.
+
+    renderer: AsyncLLM's, whose tokenizer may be used by several threads. vocab_size: the model's rows, which may be
+    more than the tokenizer has tokens. chat_template: a template in place of the tokenizer's own.
+    """
 
     def __init__(self, renderer: Any, vocab_size: int, max_model_len: int, chat_template: str | None = None) -> None:
         self._renderer, self._chat_template = renderer, chat_template
@@ -51,14 +53,14 @@ class PromptTokenizer:
 
     @property
     def name(self) -> str:
-        """The tokenizer's class, without what vLLM wraps around it."""
+        """Returns the tokenizer's class name, without vLLM's wrappers."""
         name = type(self._renderer.get_tokenizer()).__name__
         for wrapper in ("TokenizerPool", "Cached"):
             name = name.removeprefix(wrapper)
         return name
 
     async def prompt_ids(self, request: GenerationRequest) -> list[int]:
-        """Raises RequestError for what this model cannot take."""
+        """Returns the prompt's token ids. Raises RequestError for a prompt that the model cannot take."""
         if request.prompt_token_ids is not None:
             ids = list(request.prompt_token_ids)
             self._check_vocabulary(ids)
@@ -82,7 +84,7 @@ class PromptTokenizer:
         return ids
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
-        """Raises RequestError."""
+        """Tokenizes a text or a conversation. Raises RequestError."""
         if request.chat is not None:
             ids = await self._chat_ids(request.chat, add_special_tokens=bool(request.add_special_tokens))
         else:
@@ -92,7 +94,7 @@ class PromptTokenizer:
         return Tokens(tuple(ids), self._max_model_len, tuple(strs))
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Raises RequestError for ids the model does not have."""
+        """Returns the text of tokens. Raises RequestError for ids the model does not have."""
         self._check_vocabulary(token_ids)
         tokenizer = self._renderer.get_tokenizer()
         text: str = await asyncio.to_thread(tokenizer.decode, list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -114,7 +116,7 @@ class PromptTokenizer:
         try:
             _, prompt = await self._renderer.render_messages_async(messages, params)
         except (VLLMClientError, ValueError, TypeError, KeyError, TimeoutError) as error:
-            # Templates are programs: whatever stops one is about what it was given.
+            # A template is a program, and these errors come from its input.
             raise RequestError(field, _problem(error), "send a conversation that the model's template takes") from None
         if "prompt_token_ids" in prompt:
             return list(prompt["prompt_token_ids"])
@@ -127,7 +129,7 @@ class PromptTokenizer:
         return list(tokens["prompt_token_ids"])
 
     def _check_length(self, num_characters: int) -> None:
-        """Refuse a text that cannot fit, before seconds are spent on it: no token spells more than the longest one."""
+        """Refuses a text that cannot fit, before spending seconds on it."""
         most = self._max_model_len * self._renderer.get_tokenizer().max_chars_per_token
         if num_characters > most:
             problem = (
@@ -149,4 +151,4 @@ def _as_dict(message: ChatMessage) -> dict[str, str]:
 
 
 def _problem(error: Exception) -> str:
-    return shortened(str(error.args[0] if error.args else error)) or type(error).__name__
+    return shorten(str(error.args[0] if error.args else error)) or type(error).__name__

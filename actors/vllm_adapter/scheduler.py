@@ -1,8 +1,8 @@
-"""The target's scheduler: vLLM's, told what it cannot know of fairness, deadlines and failures.
+"""Adds fairness, deadlines and failures to vLLM's schedulers, by mixins.
 
-`FairScheduling` gives requests their order and long prompts their share of a step, by the rules of
-``actors/round/scheduling.py``. `RoundScheduling` ends requests that no token can be chosen for or whose time is up, and
-sends every round's counts along with its tokens. Both stand in front of vLLM's own scheduler, of either kind.
+`FairScheduling` orders requests and limits a long prompt's share of a step, by the rules of
+``actors/round/scheduling.py``. `RoundScheduling` ends requests whose deadline has passed or that have no token to
+choose, and sends every round's counts along with its tokens.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ else:
 
 
 class FairScheduling(_Scheduler):
-    """Mixin of a vLLM Scheduler with ``scheduling_policy="priority"``. It holds for requests of every kind: they all
-    come through here."""
+    """Orders requests fairly. A mixin of a vLLM Scheduler with ``scheduling_policy="priority"``."""
 
     def __init__(self, *args: Any, arrival_clock: Callable[[], float] = time.monotonic, **kwargs: Any) -> None:
-        """arrival_clock: vLLM's own arrival_time is of the time of day, by which whoever came before that was put back
-        would wait for so long."""
+        """arrival_clock: a monotonic clock. vLLM's arrival_time follows the time of day, which may jump."""
         super().__init__(*args, **kwargs)
         serving = self.vllm_config.additional_config["outrider"]["serving"]
         self._order = FairOrder(MAX_OVERTAKING_S)
-        # Without keys a caller is an address, which many may share.
+        # Without keys a caller is an address, which many clients may share.
         self._by_caller = serving["gateway"] != "off" and serving["gateway"]["keys_file"] is not None
         self._arrival_clock = arrival_clock
 
@@ -54,8 +52,8 @@ class FairScheduling(_Scheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        # vLLM reads it at each step, and leaves it alone when a request is the only one. Whoever has chunked prefill
-        # switched off wants prompts whole.
+        # vLLM reads the threshold at each step, and ignores it for a single request. Without chunked prefill, prompts
+        # must stay whole.
         if self.scheduler_config.enable_chunked_prefill:
             self.scheduler_config.long_prefill_token_threshold = prefill_threshold(
                 self.scheduler_config.max_num_batched_tokens,
@@ -65,8 +63,10 @@ class FairScheduling(_Scheduler):
         return super().schedule(*args, **kwargs)
 
     def _longest_picture(self) -> int:
-        """In tokens, of those that may be in the next step, where vLLM runs none in parts: one that is longer than its
-        prompt's share would wait for ever."""
+        """Returns the tokens of the longest image that the next step may have, where vLLM does not split images.
+
+        An image that is longer than its prompt's share of a step would wait for ever.
+        """
         if not self.scheduler_config.disable_chunked_mm_input:
             return 0
         requests = (*self.running, *self.waiting)
@@ -74,13 +74,13 @@ class FairScheduling(_Scheduler):
 
 
 def _answer_index(request_id: str) -> int:
-    """Returns which of its request's n answers a sequence is: vLLM puts the index and ``_`` before the id."""
+    """Returns which of its request's n answers a sequence is. vLLM puts the index and ``_`` before the id."""
     index, _, rest = request_id.partition("_")
     return min(int(index), 64) if rest and index.isdecimal() and len(index) <= 2 else 0
 
 
 class RoundScheduling:
-    """In front of one of vLLM's schedulers."""
+    """Ends requests by deadline or failure, and reports each round's counts. A mixin of a vLLM Scheduler."""
 
     requests: dict[str, Request]
 
@@ -96,24 +96,26 @@ class RoundScheduling:
             self._deadlines.add(request.request_id, self._clock() + timeout_s, self.requests)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Requests whose deadline has passed, running or waiting, get no further step. Their front end says so to
-        their clients: it has a deadline of its own, which is no later than this."""
+        """Ends requests whose deadline has passed, running or waiting, before scheduling the next step.
+
+        Their front end reports it to clients, by the same deadline.
+        """
         if late := self._deadlines.passed(self._clock(), self.requests):
             self.finish_requests(late, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined]
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Requests that the ranks report in num_nans_in_logits finish with an error; nobody else is touched.
+        """Finishes requests that the ranks report in num_nans_in_logits with an error, and adds counts to each output.
 
-        vLLM only counts them, and a request without tokens would wait for its next step for ever. Requests whose
-        grammar does not compile end the same way, by the same list.
+        vLLM only counts such requests, and one without tokens would wait for its next step for ever. They end by the
+        list that vLLM has for requests whose grammar does not compile.
 
-        What vLLM counts for a request's metrics leaves with each round, not only with the last.
+        vLLM sends a request's speculation metrics with the last round only; here each round has them.
         """
         failed = model_runner_output.num_nans_in_logits
         if failed:
             self.grammar_compile_error_reqs.update(failed)  # type: ignore[attr-defined]
-            for request_id in failed:  # their prompt is done, but there is no output for its logprobs to go with
+            for request_id in failed:  # there is no output that its prompt's logprobs could go with
                 model_runner_output.prompt_logprobs_dict.pop(request_id, None)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for of_client in outputs.values():
@@ -125,23 +127,24 @@ class RoundScheduling:
 
 
 class RoundScheduler(RoundScheduling, StagedScheduling, FairScheduling, Scheduler):
-    """Of an engine that schedules one step at a time."""
+    """Schedules one step at a time."""
 
 
 class AsyncDraftRoundScheduler(RoundScheduling, AsyncDraftScheduler, FairScheduling, AsyncScheduler):
-    """Of an engine that schedules a step while the one before it runs."""
+    """Schedules a step while the one before it runs, with drafts of a remote drafter."""
 
 
 class AsyncRoundScheduler(RoundScheduling, FairScheduling, AsyncScheduler):
-    """Of an engine whose steps overlap in vLLM's own way, as with co-located drafting."""
+    """Schedules steps that overlap in vLLM's own way, as with co-located drafting."""
 
 
 def _as_of_now(metrics: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
-    """A copy: vLLM's own goes on counting while another thread writes this one to the wire."""
+    """Copies the counts, since vLLM goes on counting while another thread serializes them."""
     return RequestSpecDecodeMetrics(metrics.num_spec_tokens, list(metrics.histogram), metrics.num_draft_tokens)
 
 
 def _ours(request: Any) -> dict[str, Any]:
+    """Returns our options of a request, from its extra_args."""
     params = request.sampling_params
     ours: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
     return ours

@@ -1,4 +1,4 @@
-"""Structured output by vLLM's manager, with xgrammar and guidance side by side.
+"""Lets xgrammar and guidance serve requests of one engine, through vLLM's StructuredOutputManager.
 
 vLLM picks a backend for each request, and its manager keeps the one of the first. `TwoBackends` compiles each request's
 constraint with the request's own backend, and JSON schemas with guidance wherever it supports the tokenizer: xgrammar
@@ -25,7 +25,7 @@ from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_
 
 from outrider.actors.replica_calls import RequestError
 from outrider.actors.request_constraints import Mode, check_bounds, check_kind
-from outrider.actors.vllm_adapter.client_text import keep_out_of_logs, shortened
+from outrider.actors.vllm_adapter.error_text import keep_client_text_out_of_logs, shorten
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -38,8 +38,10 @@ BACKENDS = ("xgrammar", "guidance")
 
 
 def check_constraint(params: StructuredOutputsParams, field: str, mode: Mode) -> None:
-    """Check what vLLM does not, before it does the rest. field: where the request has the constraint. Raises
-    RequestError naming the field."""
+    """Checks a constraint for what vLLM does not check. Raises RequestError naming the field.
+
+    field: the request's field that holds the constraint.
+    """
     kind = next(kind for kind in KINDS if getattr(params, kind) is not None)
     field, value = f"{field}.{kind}", getattr(params, kind)
     check_kind(field, kind, mode)
@@ -52,7 +54,7 @@ def check_constraint(params: StructuredOutputsParams, field: str, mode: Mode) ->
     problem = LLMatcher.validate_grammar(
         serialize_guidance_grammar(StructuredOutputOptions.JSON, schema, params.disable_any_whitespace)
     )
-    # vLLM would have a third backend compile it, whose time nothing bounds.
+    # vLLM would compile it with a third backend, without any time limit.
     if (
         not problem
         and has_xgrammar_unsupported_json_features(schema)
@@ -60,20 +62,23 @@ def check_constraint(params: StructuredOutputsParams, field: str, mode: Mode) ->
     ):
         problem = "has the keyword patternProperties beside keywords with which it is not enforced here"
     if problem:
-        raise RequestError(field, shortened(problem.partition(". ")[0]), "send a schema without it")
+        raise RequestError(field, shorten(problem.partition(". ")[0]), "send a schema without it")
 
 
 class TwoBackends(StructuredOutputManager):
-    """vLLM's manager of the engine's core, made of it by `serve_both`."""
+    """Compiles each constraint with its request's own backend. `serve_both` makes it of the engine core's manager."""
 
     backend: StructuredOutputBackend | None
     managers: dict[str | None, StructuredOutputManager]
-    """By backend: a copy of vLLM's manager, which makes the backend at its first request."""
+    """A copy of vLLM's manager for each backend, which makes the backend at its first request."""
 
     def grammar_init(self, request: Request) -> None:
-        """Compile a request's constraint with its own backend. Raises KeyError for a third one, and ValueError where a
-        tokenizer has more ids than the model, so that the two backends' masks differ in size: vLLM's core ends that
-        request alone."""
+        """Compiles a request's constraint with its own backend. vLLM's core ends that request if this raises.
+
+        Raises:
+            KeyError: the request names a third backend.
+            ValueError: the two backends' masks differ in size, since the tokenizer has more ids than the model.
+        """
         structured = request.structured_output_request
         if structured is None:
             return
@@ -89,8 +94,8 @@ class TwoBackends(StructuredOutputManager):
 
 
 def serve_both(manager: StructuredOutputManager) -> None:
-    """Make a TwoBackends of the manager of the engine's core, in whose process this runs."""
-    keep_out_of_logs()
+    """Makes the engine core's manager a TwoBackends. Runs in the engine core's process."""
+    keep_client_text_out_of_logs()
     managers: dict[str | None, StructuredOutputManager] = {name: copy.copy(manager) for name in BACKENDS}
     manager.__class__ = TwoBackends
     assert isinstance(manager, TwoBackends)

@@ -1,7 +1,8 @@
-"""The target's engine inside a replica: vLLM's AsyncLLM, in our types. The only module that loads it.
+"""Runs the target's engine, vLLM's AsyncLLM, inside a replica.
 
-`TargetEngine` turns a GenerationRequest into RoundOutputs, one a round. `EngineLoad` keeps what vLLM's scheduler last
-reported, as one of AsyncLLM's statistics loggers, and `RoundOutputProcessor` notes which round each token came from.
+`TargetEngine` turns a GenerationRequest into RoundOutputs, one per round. `EngineLoad` keeps the load that vLLM's
+scheduler last reported, as one of AsyncLLM's statistics loggers, and `RoundOutputProcessor` records which round each
+token came from.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from outrider.actors.replica_calls import (
     GenerationRequest,
     ModelInfo,
+    RequestError,
     RequestIdInUse,
     RoundOutput,
     TokenizeRequest,
@@ -35,8 +37,6 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.request_constraints import Mode
 from outrider.actors.round.origins import RoundLog, SpeculationTotals
-from outrider.actors.vllm_adapter.adapters import Adapters
-from outrider.actors.vllm_adapter.client_text import keep_out_of_logs
 from outrider.actors.vllm_adapter.engine_requests import (
     is_of_request,
     refusal,
@@ -44,19 +44,20 @@ from outrider.actors.vllm_adapter.engine_requests import (
     sampling_params,
     traced_generate,
 )
+from outrider.actors.vllm_adapter.error_text import keep_client_text_out_of_logs
 from outrider.actors.vllm_adapter.prompts import PromptTokenizer
-from outrider.actors.vllm_adapter.step_watch import WATCH_EVERY_S, StepWatch
+from outrider.actors.vllm_adapter.watchdogs import WATCH_EVERY_S, StepWatchdog
 from outrider.actors.vllm_adapter.work_meter import WorkMeter
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
 VLLM_LIMITS = {"VLLM_MAX_N_SEQUENCES": "64", "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
-"""vLLM's own limits, where the environment sets none: answers to one prompt, each of which takes a row of every step
-(its default is 16384), and no redirects from allowed_media_domains to other hosts."""
+"""Defaults of vLLM's environment variables: the most answers to one prompt, each of which takes a row of every step
+(vLLM's default is 16384), and no redirects from allowed_media_domains to other hosts."""
 
 
 class EngineLoad:
-    """Running and waiting requests, KV usage and preemptions of one engine."""
+    """Keeps running and waiting requests, KV usage and preemptions of one engine."""
 
     def __init__(self) -> None:
         self.running = self.waiting = 0
@@ -64,7 +65,7 @@ class EngineLoad:
         self.preemptions = 0
         self.work = WorkMeter()
         self.on_step: Callable[[], None] | None = None
-        """Called with each output of the engine's."""
+        """Called with each output of the engine."""
 
     def snapshot(self) -> dict[str, Any]:
         return {
@@ -75,16 +76,18 @@ class EngineLoad:
         }
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
-        """What AsyncLLM takes in stat_loggers."""
+        """Makes a statistics logger, for AsyncLLM's stat_loggers."""
         return _Recorder(self)
 
 
 class _Recorder(StatLoggerBase):
+    """Writes vLLM's statistics to an EngineLoad."""
+
     def __init__(self, load: EngineLoad) -> None:
         self._load = load
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
-        """With each output of the engine's: one a step, whether it holds tokens or not."""
+        """Records one step. vLLM calls it with each output of the engine, with or without tokens."""
         if self._load.on_step is not None:
             self._load.on_step()
         if scheduler_stats is not None:
@@ -104,21 +107,21 @@ class _Recorder(StatLoggerBase):
 
 
 class RoundOutputProcessor(OutputProcessor):
-    """Made of an OutputProcessor by log_rounds."""
+    """Records the rounds of watched requests. `log_rounds` makes it of AsyncLLM's OutputProcessor."""
 
     round_log: RoundLog
 
     def process_outputs(self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
         watched = [(output, *key) for output in engine_core_outputs if (key := self._watched(output)) is not None]
         result = super().process_outputs(engine_core_outputs, *args, **kwargs)
-        # Only now: what follows a stop string has been cut off. The requests' consumers have not run yet.
+        # By now tokens after a stop string are cut off, and the requests' consumers have not run yet.
         for output, request_id, index in watched:
             totals = _totals(output.spec_decode_metrics)
             self.round_log.note(request_id, index, len(output.new_token_ids), totals)
         return result
 
     def _watched(self, output: EngineCoreOutput) -> tuple[str, int] | None:
-        """The caller's id of the request, and which of its answers the output is for."""
+        """Returns the caller's id of a watched request, and which of its answers the output is for."""
         state = self.request_states.get(output.request_id)
         if state is None:
             return None
@@ -127,14 +130,13 @@ class RoundOutputProcessor(OutputProcessor):
 
 
 def log_rounds(processor: OutputProcessor, log: RoundLog) -> None:
-    """From now on processor notes in log what its watched requests get."""
+    """Makes the processor record in log the rounds of watched requests."""
     processor.__class__ = RoundOutputProcessor
     processor.round_log = log
 
 
 def leave_out_lora_info(manager: StatLoggerManager | None) -> None:
-    """vLLM's ``vllm:lora_requests_info`` has a series for every set of adapters that ever ran or waited together, in
-    every order: as many as clients like."""
+    """Removes ``vllm:lora_requests_info``, which has a series for every set of adapters that ever ran together."""
     for stat_logger in [] if manager is None else manager.stat_loggers:
         if isinstance(stat_logger, PrometheusStatLogger):
             stat_logger.gauge_lora_info = None
@@ -148,15 +150,17 @@ def _totals(metrics: RequestSpecDecodeMetrics | None) -> SpeculationTotals | Non
 
 
 class TargetEngine:
-    """Loads the model at construction (tens of seconds to minutes), in processes and actors of its own.
+    """Generates answers on vLLM's AsyncLLM.
 
-    chat_template: in place of the tokenizer's own. structured_output: see ServingConfig. serves_lora: requests may
-    name an adapter. report_cached_tokens: answers tell how much of their prompt was cached, and so what others have
-    asked.
+    Construction loads the model, in processes and actors of its own (tens of seconds to minutes).
+
+    chat_template: a template in place of the tokenizer's own. structured_output: as in ServingConfig. serves_lora:
+    whether requests may name an adapter. report_cached_tokens: whether answers report how much of their prompt was
+    cached, which reveals what others have asked.
     """
 
-    _steps: StepWatch | None = None
-    """Once they are watched."""
+    _steps: StepWatchdog | None = None
+    """Set by `watch_steps`."""
 
     def __init__(
         self,
@@ -166,19 +170,21 @@ class TargetEngine:
         serves_lora: bool = False,
         report_cached_tokens: bool = False,
     ) -> None:
-        keep_out_of_logs()
+        keep_client_text_out_of_logs()
         for name, limit in VLLM_LIMITS.items():
             os.environ.setdefault(name, limit)
         self._load = EngineLoad()
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
-        # vLLM's front door refuses min_p and logit_bias under speculation, since its own rejection sampler does not
-        # apply them to drafted tokens (vllm#42744). Ours does, on every row; nothing else we use there looks at this.
-        # Co-located drafting is verified by vLLM's, so there the refusal stands.
+        # vLLM's input processor refuses min_p and logit_bias under speculation, since its rejection sampler does not
+        # apply them to drafted tokens (vllm#42744). Ours does, and uses nothing else that depends on this attribute.
+        # Co-located drafting is verified by vLLM's sampler, so the refusal stays there.
         if (speculative := vllm_config.speculative_config) is not None and speculative.method == "custom_class":
             self._llm.input_processor.speculative_config = None
         self._structured_output: Mode = structured_output
         self._report_cached_tokens = report_cached_tokens
-        self.adapters = Adapters()
+        self.adapters: dict[str, LoRARequest] = {}
+        """The target's LoRA adapters by name; the replica shares vLLM's OpenAI server's dict here."""
+
         if serves_lora:
             leave_out_lora_info(self._llm.logger_manager)
         self._max_model_len = self._llm.model_config.max_model_len
@@ -192,46 +198,56 @@ class TargetEngine:
 
     @property
     def llm(self) -> AsyncLLM:
-        """For vLLM's own serving classes."""
+        """Returns AsyncLLM, for vLLM's own serving classes."""
         return self._llm
 
     async def warm_up(self) -> None:
-        """The first steps pay for what is set up lazily (tens of seconds for CPU ranks that share cores), and the first
-        request for log-probabilities for what vLLM compiles then: every other request would stand still meanwhile."""
+        """Runs a request, so that clients do not wait for lazy set-up.
+
+        The first steps take tens of seconds on CPU ranks that share cores, and vLLM compiles functions at the first
+        request for log-probabilities, while all other requests wait.
+        """
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=1)
         async for _ in self._llm.generate(TokensPrompt(prompt_token_ids=[0, 0]), params, "warm-up"):
             pass
 
     def watch_steps(self, least_s: float) -> None:
-        """From now on an engine that stands still for so long, and for MEDIANS times the usual step, is dead: its
-        requests end, new ones are refused, and check_health says why."""
-        watch = self._steps = StepWatch(least_s)
+        """Starts to watch for a stall of least_s and MEDIANS times the usual step.
+
+        The engine counts as dead then: its requests end, new ones are refused, and check_health says why.
+        """
+        watch = self._steps = StepWatchdog(least_s)
         self._load.on_step = watch.stepped
         self._watching = asyncio.create_task(self._watch(watch))
 
-    async def _watch(self, watch: StepWatch) -> None:
+    async def _watch(self, watch: StepWatchdog) -> None:
         llm = self._llm
         reason = None
         while reason is None:
             await asyncio.sleep(WATCH_EVERY_S)
             reason = watch.tick(llm.output_processor.has_unfinished_requests())
-        logger.error("%s; this replica is to be replaced", reason)
+        logger.error("%s; Ray Serve will replace this replica", reason)
         self._stands_still = reason
         llm.engine_core.resources.engine_dead = True
         llm.output_processor.propagate_error(EngineDeadError())
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
-        """One RoundOutput per round and answer, an answer's last one with finish_reason; those of n answers are
-        interleaved. Closing the generator aborts the request, all of its answers.
+        """Yields one RoundOutput per round and answer, an answer's last one with finish_reason.
 
-        Raises RequestError for what the model cannot serve, RequestIdInUse, TimeoutError when the request's deadline
-        passes, SamplingFailed when no next token can be chosen, ConnectionError when the engine is gone.
+        Those of n answers are interleaved. Closing the generator aborts the request with all of its answers.
+
+        Raises:
+            RequestError: the model cannot serve the request.
+            RequestIdInUse: another request has this id.
+            TimeoutError: the request's deadline has passed.
+            SamplingFailed: no next token can be chosen.
+            ConnectionError: the engine is dead.
         """
         if self._rounds.watches(request.engine_id):
             raise RequestIdInUse(request.request_id)
         self._rounds.watch(request.engine_id)
         try:
-            adapter = self.adapters.find(request.adapter)
+            adapter = self._find_adapter(request.adapter)
             async with asyncio.timeout(request.seconds_left()):
                 ids = await self._tokens.prompt_ids(request)
             params = sampling_params(request, len(ids), self._max_model_len, self._structured_output)
@@ -241,13 +257,19 @@ class TargetEngine:
         finally:
             self._rounds.forget(request.engine_id)
 
+    def _find_adapter(self, name: str | None) -> LoRARequest | None:
+        """Returns None for None. Raises RequestError for a name that is not known."""
+        if name is not None and name not in self.adapters:
+            raise RequestError("adapter", "is not known here", f"send one of {sorted(self.adapters)}, or leave it out")
+        return None if name is None else self.adapters[name]
+
     async def _outputs(
         self, request: GenerationRequest, ids: list[int], params: SamplingParams, adapter: LoRARequest | None
     ) -> AsyncGenerator[RoundOutput, None]:
         prompt = TokensPrompt(prompt_token_ids=ids)
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
-        # An answer here is one text, reasoning and all: a constraint holds for the whole of it.
+        # Reasoning is part of the answer here, so a constraint holds from the first token.
         stream = traced_generate(
             self._llm,
             prompt,
@@ -270,7 +292,7 @@ class TargetEngine:
                 except VLLMClientError as error:
                     raise refusal(error, request) from None
                 except EngineGenerateError as error:
-                    # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
+                    # vLLM wraps other errors in this one. A ValueError before any output is about the request.
                     if num_tokens or not isinstance(error.__cause__, ValueError):
                         kind = type(error.__cause__ or error).__name__  # its text may be the client's
                         raise RuntimeError(f"the engine failed: {kind}") from None  # see check_health
@@ -282,8 +304,11 @@ class TargetEngine:
                     return
 
     async def abort(self, request_id: str, caller: int | None = None) -> bool:
-        """End a request, running or waiting, that caller asked for, None: whoever did. Its last output says ``abort``.
-        Returns whether it was here. One of OpenAI's API goes by the id it came with and by that of its answer."""
+        """Aborts a request, running or waiting, and returns whether it was here. Its last output says ``abort``.
+
+        caller: whose request it is; None is any caller. A request of OpenAI's API is found by the id it came with and
+        by that of its answer.
+        """
         known = self._llm.output_processor.external_req_ids
         ids = [each for each, running in known.items() if running and is_of_request(each, request_id, caller)]
         if not ids:
@@ -292,15 +317,15 @@ class TargetEngine:
         return True
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
-        """Raises RequestError."""
+        """Tokenizes a text or a conversation. Raises RequestError."""
         return await self._tokens.tokenize(request)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Raises RequestError."""
+        """Returns the text of tokens. Raises RequestError."""
         return await self._tokens.detokenize(token_ids, skip_special_tokens)
 
     def model_info(self) -> ModelInfo:
-        """Without what speculation is configured to do."""
+        """Returns what clients may know of the model, without its speculation."""
         config = self._llm.model_config
         ends = config.try_get_generation_config().get("eos_token_id")
         if ends is None:
@@ -316,20 +341,20 @@ class TargetEngine:
         )
 
     async def call_ranks(self, method: str) -> list[Any]:
-        """Call a method of the ranks' worker between two steps. Replies, plain values only, in rank order."""
+        """Calls a method of the ranks' worker between two steps, and returns its plain values in rank order."""
         replies: list[Any] = await self._llm.collective_rpc(method)
         return replies
 
     def load(self) -> dict[str, Any]:
-        """``running`` and ``waiting`` requests, ``kv_cache_usage`` 0..1."""
+        """Returns ``running`` and ``waiting`` requests, ``kv_cache_usage`` (0 to 1) and ``preemptions``."""
         return self._load.snapshot()
 
     def report(self) -> dict[str, float]:
-        """What autoscaling goes by: see Report in outrider.actors.serving.autoscaling."""
+        """Returns the fields of outrider.actors.serving.autoscaling.Report."""
         load, work = self._load, self._load.work
         states = [state for state in self._llm.output_processor.request_states.values() if state.is_prefilling]
         tokens = sum(work.expected_tokens(state.prompt_len, state.max_tokens_param) for state in states)
-        # Some of those without a token yet have a seat, and wait for nothing.
+        # Some requests without a token are scheduled already and do not wait.
         waiting_tokens = tokens * min(1.0, load.waiting / len(states)) if states else 0.0
         return {
             "running": float(load.running),
@@ -343,13 +368,16 @@ class TargetEngine:
         }
 
     def kv_cache_tokens(self) -> int:
-        """Tokens that the KV cache holds, running and cached together."""
+        """Returns how many tokens the KV cache holds, running and cached together."""
         cache = self._llm.vllm_config.cache_config
         return int((cache.num_gpu_blocks or 0) * cache.block_size)
 
     async def check_health(self) -> None:
-        """Raises RuntimeError when the engine is dead or stands still. No error of vLLM's: Serve's controller would
-        import vLLM, and torch with it, to read it: 460 MiB, and seconds in which it replaces nobody."""
+        """Raises RuntimeError when the engine is dead or has stalled.
+
+        An error of vLLM's own class would make Serve's controller import vLLM and torch to unpickle it: 460 MiB, and
+        seconds in which it replaces no replica.
+        """
         if self._stands_still is not None:
             raise RuntimeError(self._stands_still)
         try:

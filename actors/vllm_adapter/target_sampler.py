@@ -29,7 +29,8 @@ from vllm.v1.sample.sampler import Sampler
 
 from outrider.actors.round.request import Request
 from outrider.actors.round.round import Step
-from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
+from outrider.actors.verification.batch import Sampling, VerificationBatch
+from outrider.actors.verification.dispatch import kernel_for
 from outrider.actors.verification.transfer import to_device
 from outrider.cluster.link.messages import DraftSampling, SparseQ
 from outrider.cluster.modes import Mode
@@ -45,7 +46,7 @@ class TargetSampler:
         if sampler.logprobs_mode != "raw_logprobs":
             raise ValueError(f"logprobs_mode {sampler.logprobs_mode!r} is not supported; leave it at raw_logprobs")
         self._sampler, self._device = sampler, device
-        self._verify = choose(device)
+        self._verify = kernel_for(device)
         kinds: tuple[Any, ...] = (_MinTokens, LogitBiasLogitsProcessor)
         self._processors = LogitsProcessors(kind(vllm_config, device, is_pin_memory=False) for kind in kinds)
         self._num_rows = 0

@@ -13,7 +13,7 @@ from outrider.actors.round.learning_recorder import LearningRecorder
 from outrider.actors.round.length import FixedLengths, LengthController
 from outrider.actors.round.request import Deployment
 from outrider.actors.round.round import Round
-from outrider.actors.verification.likeliest import likeliest
+from outrider.actors.verification.search import target_top_k
 from outrider.actors.vllm_adapter import pipeline_stages
 from outrider.actors.vllm_adapter.engine_args import worker_class
 from outrider.actors.vllm_adapter.executor import sleep_early
@@ -103,7 +103,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             self._lengths(config) if drafts else FixedLengths(0),
             names_requests=config.serving.log_format == "json",
             tracer=None if tracer is None else RoundTracer(tracer),
-            recorder=None if learn is None else LearningRecorder(likeliest),
+            recorder=None if learn is None else LearningRecorder(target_top_k),
         )
 
     def _lengths(self, config: OutriderConfig) -> LengthController | FixedLengths:

@@ -1,4 +1,4 @@
-"""How much work a replica's engine does, and what a request of it is: what autoscaling goes by. Pure."""
+"""Measures an engine's throughput and the size of its requests, for autoscaling."""
 
 from __future__ import annotations
 
@@ -7,48 +7,53 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 WINDOW_S = 10.0
-"""Over which tokens a second are counted."""
+"""The window over which throughput is measured."""
 
 SHORTEST_S = 1.0
-"""Of work without a break, before its rate says anything."""
+"""The shortest uninterrupted work whose throughput counts."""
 
 HALF_LIFE_S = 300.0
-"""Of work: by then a rate that was once reached counts half. A batch that is not full does less than the engine can."""
+"""Working time after which a throughput that was reached counts half. It decays slowly, because a batch that is not
+full does less than the engine can."""
 
 USUAL_PROMPT_TOKENS, USUAL_ANSWER_TOKENS = 256.0, 256.0
-"""Of a request, while none has ended."""
+"""The assumed size of a request, until one has ended."""
 
 _LATEST = 1 / 16
-"""Weight of the request that ended last."""
+"""The weight of the latest request in the average size."""
 
 _PART_S = 0.25
+"""Tokens that arrive within this time are counted together."""
 
 
 class WorkMeter:
-    """`stepped` is called with each output of the engine's."""
+    """Measures throughput and request sizes. Call `stepped` with each output of the engine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._busy_since: float | None = None
         self._parts: deque[tuple[float, int]] = deque()
-        """When one ended, and the tokens that came in it."""
+        """Each part's end and its tokens."""
 
         self._most = 0.0
-        """Tokens a second."""
+        """The highest throughput, decayed, in tokens per second."""
 
         self._looked_s = clock()
         self._prompt_tokens, self._answer_tokens = USUAL_PROMPT_TOKENS, USUAL_ANSWER_TOKENS
 
     def stepped(self, num_tokens: int, ended: Iterable[tuple[int, int]], busy: bool) -> None:
-        """num_tokens: of prompts that were read and of answers. ended: prompt and answer tokens of each request that
-        has ended with the step. busy: whether requests are left."""
+        """Notes a step.
+
+        num_tokens: tokens of prompts that were computed and of answers. ended: prompt and answer tokens of each request
+        that ended with the step. busy: whether requests are left.
+        """
         now = self._clock()
         for prompt, answer in ended:
             self._prompt_tokens += _LATEST * (prompt - self._prompt_tokens)
             self._answer_tokens += _LATEST * (answer - self._answer_tokens)
         if self._busy_since is None:
             self._looked_s = now
-            self._busy_since = now  # what the first step of all did took a time that is not known
+            self._busy_since = now  # when this step began is not known, so its tokens do not count
         elif self._parts and now - self._parts[-1][0] < _PART_S:
             self._parts[-1] = (self._parts[-1][0], self._parts[-1][1] + num_tokens)
         else:
@@ -61,22 +66,23 @@ class WorkMeter:
 
     @property
     def tokens_per_s(self) -> float:
-        """The most that was done lately; 0: nothing that could be measured was."""
+        """Returns the highest recent throughput, 0 before the first measurement."""
         if self._busy_since is not None:
             self._look(self._clock())
         return self._most
 
     @property
     def request_tokens(self) -> float:
-        """Prompt and answer of a usual request."""
+        """Returns the average tokens of a request, prompt and answer."""
         return self._prompt_tokens + self._answer_tokens
 
     def expected_tokens(self, prompt_tokens: int, max_tokens: int | None) -> float:
-        """Of a request that has not begun."""
+        """Returns the tokens that a request without any output is expected to have."""
         answer = self._answer_tokens if max_tokens is None else min(max_tokens, self._answer_tokens)
         return prompt_tokens + answer
 
     def _look(self, now: float) -> None:
+        """Updates the highest throughput."""
         assert self._busy_since is not None
         self._most *= 0.5 ** ((now - self._looked_s) / HALF_LIFE_S)
         self._looked_s = now

@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
+from outrider.actors.verification.batch import Sampling, VerificationBatch
+from outrider.actors.verification.dispatch import kernel_for
 from outrider.cluster.modes import Mode
 
 N = 64
@@ -77,7 +78,7 @@ class Inputs:
 
 
 def our_side(case: Case, inputs: Inputs, B: int, K: int) -> Callable[[Tensor], Tensor]:
-    verify = choose(inputs.logits.device)
+    verify = kernel_for(inputs.logits.device)
     num_drafts = torch.full((B,), K)
     seed, position = torch.arange(B), torch.full((B,), 100)
     sampling = Sampling.uniform(case.mode, seed, position, case.temperature, top_p=case.top_p)

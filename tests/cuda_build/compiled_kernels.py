@@ -25,7 +25,7 @@ from tests.cuda_build.triton_driver import TritonDriver
 driver.set_active(TritonDriver(int(sys.argv[1])))
 
 from outrider.actors.drafter import block_copies
-from outrider.actors.verification import triton_draws, triton_kernel
+from outrider.actors.verification import triton_draws, triton_kernel, triton_top_p
 from outrider.actors.verification.search import TILE
 
 VOCABULARIES = {"Llama 3": 128256, "Qwen 2.5": 151936, "GPT-2": 50257}
@@ -65,7 +65,7 @@ def variants() -> Iterator[tuple[str, Any, list[Any], dict[str, Any]]]:
             },
         )  # fmt: skip
     yield (
-        "find_nucleus", triton_kernel.find_nucleus, [*tensors(f32, f32), 5, 128256, *tensors(f64, f32)],
+        "find_nucleus", triton_top_p.find_nucleus, [*tensors(f32, f32), 5, 128256, *tensors(f64, f32)],
         {"ROWS": 1, "TILE": TILE},
     )  # fmt: skip
     for threshold, others in itertools.product((False, True), repeat=2):

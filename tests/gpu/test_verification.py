@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from outrider.actors.verification import noise, torch_kernel
-from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
+from outrider.actors.verification.batch import Sampling, VerificationBatch
+from outrider.actors.verification.dispatch import kernel_for
 from outrider.actors.verification.noise import Role
 from outrider.cluster.modes import Mode
 from tests.unit.verification.toy_target import Rounds, Toy, p_value
@@ -42,7 +43,7 @@ def test_mixed_and_damaged_batches_philox_and_the_drafters_choices_are_as_in_tor
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_those_of_the_cpu(device, mode, requests, drafts, vocab_size, top_p):
-    found = choose(device)(batch_of(mode, requests, drafts, vocab_size, device, top_p=top_p))
+    found = kernel_for(device)(batch_of(mode, requests, drafts, vocab_size, device, top_p=top_p))
     expected = torch_kernel.verify(batch_of(mode, requests, drafts, vocab_size, "cpu", top_p=top_p))
     for name, value in vars(expected).items():
         assert torch.equal(value, getattr(found, name).cpu()), name
@@ -51,7 +52,7 @@ def test_tokens_are_those_of_the_cpu(device, mode, requests, drafts, vocab_size,
 @pytest.mark.parametrize("mode", [Mode.REJECTION, Mode.BLOCK, Mode.COUPLED])
 def test_committed_tokens_are_distributed_as_plain_sampling_gives_them(device, mode):
     target, drafter = Toy.random(1), Toy.random(3)
-    rounds = Rounds(target, drafter, mode, choose(device), real_sampler=True, device=device)
+    rounds = Rounds(target, drafter, mode, kernel_for(device), real_sampler=True, device=device)
     samples = SAMPLES if device.type == "cuda" else SAMPLES // 10
     assert p_value(rounds.run(torch.arange(samples)), target.joint()) > 1e-6
 
@@ -70,7 +71,7 @@ def test_noise_is_bit_for_bit_that_of_the_cpu(device):
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_waits_for_the_gpu_between_logits_and_tokens(gpu, mode, top_p):
     batch = batch_of(mode, 4, 4, 49152, gpu, top_p=top_p)
-    verify = choose(gpu)
+    verify = kernel_for(gpu)
     verify(batch)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.actors.round.learning_recorder import LearningRecorder
-from outrider.actors.verification.likeliest import LEAST_LOG_P, likeliest
+from outrider.actors.verification.search import LEAST_LOG_P, target_top_k
 from outrider.cluster.link.messages import TAUGHT_TOP, Commit, TrainingSample
 from tests.unit.round.scripted_link import PROMPT, Engine, arrival, asked, drafting, opened, params
 
@@ -128,7 +128,7 @@ def test_lessons_that_fail_end_and_nothing_else_does(caplog):
 
 def test_the_likeliest_tokens_are_those_of_a_softmax():
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)) * 3
-    ids, log_p = likeliest(logits, [4, 1])
+    ids, log_p = target_top_k(logits, [4, 1])
     assert (ids.dtype, log_p.dtype, ids.shape) == (np.int32, np.float16, (2, TAUGHT_TOP))
     expected = logits[[4, 1]].log_softmax(-1).topk(TAUGHT_TOP)
     assert ids.tolist() == expected.indices.tolist()
@@ -139,12 +139,12 @@ def test_the_likeliest_tokens_are_those_of_a_softmax():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_row_that_is_no_distribution_is_told_as_none(value):
     logits = torch.full((1, 40), value)
-    ids, log_p = likeliest(logits.bfloat16(), [0])
+    ids, log_p = target_top_k(logits.bfloat16(), [0])
     assert (log_p == LEAST_LOG_P).all()
     TrainingSample(1, 5, ids, log_p)
 
 
 def test_a_vocabulary_may_be_smaller_than_what_is_told():
-    ids, log_p = likeliest(torch.zeros(1, 5), [0])
+    ids, log_p = target_top_k(torch.zeros(1, 5), [0])
     assert sorted(ids[0].tolist()) == [0, 1, 2, 3, 4]
     np.testing.assert_allclose(np.exp(log_p.astype(np.float32)), 0.2, rtol=1e-3)

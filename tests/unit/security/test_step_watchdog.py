@@ -11,8 +11,8 @@ import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from outrider.actors.vllm_adapter import target_engine
-from outrider.actors.vllm_adapter.step_watch import MEDIANS, StepWatch
 from outrider.actors.vllm_adapter.target_engine import EngineLoad, TargetEngine
+from outrider.actors.vllm_adapter.watchdogs import MEDIANS, StepWatchdog
 
 
 class Watched:
@@ -20,7 +20,7 @@ class Watched:
 
     def __init__(self, least_s: float) -> None:
         self.now = 1000.0
-        self.watch = StepWatch(least_s, tick_s=1.0, clock=lambda: self.now)
+        self.watch = StepWatchdog(least_s, tick_s=1.0, clock=lambda: self.now)
 
     def steps(self, number: int, each_s: float) -> None:
         for _ in range(number):

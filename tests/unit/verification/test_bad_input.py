@@ -151,7 +151,7 @@ def test_sampling_parameters_out_of_range_are_named(field, value):
 
 def test_sampling_parameters_of_too_few_requests():
     sampling = Sampling.uniform(Mode.GREEDY, torch.arange(1), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="mode of 1 requests for 2"):
+    with pytest.raises(ValueError, match="mode has 1 values for 2 requests"):
         VerificationBatch.build(torch.zeros(2, V), torch.zeros(2), torch.zeros(0, dtype=torch.int64), sampling)
 
 

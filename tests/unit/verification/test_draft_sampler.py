@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.actors.verification import draft_sampler, torch_kernel
-from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
-from outrider.actors.verification.draft_sampler import greedy_in_numpy, greedy_in_torch, sample_drafts
+from outrider.actors.verification import torch_draws, torch_kernel
+from outrider.actors.verification.batch import Sampling, VerificationBatch
+from outrider.actors.verification.dispatch import kernel_for
+from outrider.actors.verification.draft_sampler import sample_drafts
 from outrider.actors.verification.noise import gumbel
-from outrider.actors.verification.search import TokenSubset, likeliest, search_maxima
+from outrider.actors.verification.search import TokenSubset, search_maxima, top_n
+from outrider.actors.verification.torch_draws import greedy_in_numpy, greedy_in_torch
 from outrider.cluster.modes import Mode
 from tests.support.devices.counting_device import DEVICE, CountingDevice
 from tests.unit.verification.toy_target import plain_constraints
@@ -68,7 +70,7 @@ def test_no_rows():
 
 
 def test_the_cpu_gets_torch():
-    assert choose("cpu") is torch_kernel.verify
+    assert kernel_for("cpu") is torch_kernel.verify
 
 
 def random_subset(seed, vocab_size, size, rows):
@@ -158,7 +160,7 @@ def test_the_likeliest_by_tiles_are_those_of_topk(n):
     logits[1, 5:9] = 50.0
     logits[2] = -math.inf
     logits[2, 77] = 1.0
-    values, ids = likeliest(logits, n, search_maxima(logits))
+    values, ids = top_n(logits, n, search_maxima(logits))
     assert torch.equal(values, logits.topk(n).values)
     assert torch.equal(logits.gather(1, ids), values)
     assert all(len(set(row)) == n for row in ids.tolist())
@@ -191,9 +193,8 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("cut", [False, True], ids=["whole head", "cut head"])
 @pytest.mark.parametrize("mode", [Mode.REJECTION, Mode.BLOCK])
 def test_a_draw_from_q_is_topk_and_one_launch_on_a_gpu(monkeypatch, mode, cut, alternatives):
-    """Philox alone is 135 in torch."""
     triton_draws = pytest.importorskip("outrider.actors.verification.triton_draws", exc_type=ImportError)
-    in_torch = draft_sampler.draft_choice
+    in_torch = torch_draws.draft_choice
     ids, logits = random_subset(1, 3000, 900, 4)
     noise, constraints = (torch.arange(4) - 2, torch.arange(4) + 7, torch.arange(4) + 5), plain_constraints(4, 0.8)
     expected = sample_drafts(logits, mode, constraints, *noise, 16, TokenSubset(ids) if cut else None, alternatives)
@@ -210,16 +211,3 @@ def test_a_draw_from_q_is_topk_and_one_launch_on_a_gpu(monkeypatch, mode, cut, a
             here, its = getattr(expected, field.name), getattr(found, field.name)
             assert (here is None) == (its is None)
             assert here is None or here.tolist() == its.tolist()
-
-
-def test_the_launches_of_a_draw_from_q_in_torch():
-    """What the one launch stands for."""
-    _, values = random_subset(1, 64, 16, 4)
-    rows = torch.arange(4)
-    with CountingDevice() as device:
-        values, temperature, there = values.to(DEVICE), torch.ones(4, device=DEVICE), rows.to(DEVICE)
-        with Launches(device) as launches:
-            draft_sampler.draft_choice(
-                values, there.unsqueeze(1) * values.long(), temperature, None, there, there, there
-            )
-    assert len(launches.names) > 150

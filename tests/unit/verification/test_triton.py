@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, on the CPU, against the torch ones."""
+"""Compares the Triton kernels with the torch ones, on the CPU, in Triton's interpreter."""
 
 import importlib
 import importlib.util
@@ -6,9 +6,7 @@ import importlib.util
 import pytest
 import torch
 
-from outrider.actors.verification import torch_kernel
 from tests.support.devices import interpreted
-from tests.support.devices.counting_device import DEVICE, CountingDevice
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -18,27 +16,10 @@ def test_triton_gives_the_same_as_torch():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_comparison_asks_torch_on_the_cpu_whatever_the_device(monkeypatch):
-    """Its coupled choice is numpy's, which looks at no device's memory."""
-    from tests.unit.verification import triton_comparison
-
-    device, verify = CountingDevice(), torch_kernel.verify
-    monkeypatch.setattr(triton_comparison, "compare_words", lambda device: 0)
-    monkeypatch.setattr(triton_comparison, "compare_choices", lambda device: 0)
-    monkeypatch.setattr(triton_comparison, "compare_draws", lambda device: 0)
-    monkeypatch.setattr(triton_comparison, "compare_nucleus", lambda device: 0)
-    monkeypatch.setattr(triton_comparison.triton_kernel, "verify", lambda batch: device.kernel(verify, batch))
-    with device:
-        assert triton_comparison.main(DEVICE) == 0
-        with pytest.raises(TypeError, match="numpy"):
-            verify(triton_comparison.random_batch(0, 300, True, False, False, DEVICE))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(
     ("module", "kernel", "number"),
     [
-        ("triton_kernel", "find_nucleus", "rows"),
+        ("triton_top_p", "find_nucleus", "rows"),
         ("triton_kernel", "decide", "K"),
         ("triton_draws", "draw_from_q", "alternatives"),
     ],

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.actors.verification import coupled, draft_sampler, torch_kernel, triton_draws, triton_kernel
+from outrider.actors.verification import coupled, torch_draws, torch_kernel, triton_draws, triton_kernel, triton_top_p
 from outrider.actors.verification import noise as philox
 from outrider.actors.verification import triton_kernel as triton_noise
 from outrider.actors.verification.batch import Sampling, VerificationBatch
@@ -135,7 +135,7 @@ def compare_draws(device: Device) -> int:
         position = torch.randint(0, 10_000, (rows,), generator=generator)
         for threshold in (None, values[:, 0] - 3.0):
             arguments = (values, ids, temperature, threshold, seed, position, position - position % 3)
-            expected = draft_sampler.draft_choice(*arguments, alternatives)
+            expected = torch_draws.draft_choice(*arguments, alternatives)
             there = [None if part is None else part.to(device) for part in arguments]
             found = triton_draws.draft_choice(*there, alternatives)
             wrong = expected.usable != found.usable.cpu()
@@ -150,7 +150,7 @@ def compare_draws(device: Device) -> int:
 
 
 def threshold_by_order(logits: Tensor, weights: Tensor, aim: Tensor) -> Tensor:
-    """What `triton_kernel.nucleus` finds, by sorting the row."""
+    """What `triton_top_p.nucleus` finds, by sorting the row."""
     ordered, order = logits.sort(dim=-1, descending=True)
     ordered_weights = weights.gather(1, order).to(torch.float64)
     before = ordered_weights.cumsum(-1) - ordered_weights
@@ -178,7 +178,7 @@ def compare_nucleus(device: Device, rows: int = 1000) -> int:
     at_once = 1024 if torch.device(device).type == "cpu" else 1
     for vocab_size in (2, 7, 100, 1500):
         generator = torch.Generator().manual_seed(vocab_size)
-        count = rows if vocab_size <= triton_kernel.TILE else rows // 10
+        count = rows if vocab_size <= triton_top_p.TILE else rows // 10
         logits = rows_to_cut(count, vocab_size, generator)
         temperature = torch.rand(count, 1, generator=generator) + 0.1
         floor = torch.where(torch.rand(count, 1, generator=generator) < 0.3, logits.median(-1, True).values, -math.inf)
@@ -188,7 +188,7 @@ def compare_nucleus(device: Device, rows: int = 1000) -> int:
         # Where tokens hold the aim exactly, none is kept beyond them.
         weights[: count // 4], aim[: count // 4] = 1.0, torch.randint(1, vocab_size + 1, (count // 4,)).double()
         expected = threshold_by_order(logits, weights, aim)
-        found = triton_kernel.nucleus(logits.to(device), weights.to(device), aim.to(device), at_once).cpu()
+        found = triton_top_p.nucleus(logits.to(device), weights.to(device), aim.to(device), at_once).cpu()
         kept = (logits >= expected.unsqueeze(1)) == (logits >= found.unsqueeze(1))
         different += int((~kept.all(-1)).sum())
     return different

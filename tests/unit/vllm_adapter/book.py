@@ -1,5 +1,7 @@
-"""What tests of a whole scheduler have in common: a model that is a function of all tokens before it, so that a wrong
-position anywhere changes the answer, and vLLM's scheduler with ours in front, without an engine."""
+"""Provides vLLM's scheduler with our mixins, and a model, for tests without an engine.
+
+The model's next token depends on all tokens before it, so a wrong position anywhere changes the answer.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ BLOCK_SIZE = 4
 
 
 def next_token(tokens: list[int]) -> int:
-    """Of a model that reads all of them. One token in twelve ends the answer."""
+    """Returns the model's next token. One in twelve ends the answer."""
     mixed = 0
     for token in tokens:
         mixed = (mixed * 31 + token * 17 + 5) % 1_000_003
@@ -37,7 +39,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def make_scheduler(vllm_config: Any, blocks: int) -> Any:
-    """Requests arrive a tenth of a millisecond apart, however fast this machine is: who is preempted depends on it."""
+    """Makes a scheduler to which requests arrive a tenth of a millisecond apart, since that decides on preemptions."""
     arrivals = itertools.count()
     vllm_config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -57,8 +59,10 @@ def ask(number: int, prompt: list[int], max_tokens: int, **ours: Any) -> Request
 
 
 def ahead_config(directory: Path, **target: Any) -> Any:
-    """VllmConfig of an engine that schedules one step ahead, for a tiny model that is written to directory. target:
-    fields of its configuration."""
+    """Returns the VllmConfig of an engine that schedules one step ahead, and writes its tiny model to directory.
+
+    target: fields of its configuration.
+    """
     fields: dict[str, Any] = {
         "model": str(build_tiny_llama(directory / "tiny")),
         "dtype": "float32",
@@ -83,8 +87,10 @@ def ahead_config(directory: Path, **target: Any) -> Any:
 def serve(
     scheduler: Any, rank: Any, requests: list[Request], chance: random.Random, aborts: int = 0, most: int = 3
 ) -> Any:
-    """As vLLM's core does with two batches in its queue. rank: runs a step. most: requests that there are
-    without chance. Returns tokens by request."""
+    """Serves requests as vLLM's core does with two batches in its queue, and returns tokens by request.
+
+    rank: runs a step. most: the number of requests up to which one joins in every step.
+    """
     waiting, flying, texts = deque(requests), deque[Any](), {request.request_id: [] for request in requests}
     for _ in range(5000):
         while waiting and (len(scheduler.requests) < most or chance.random() < 0.3):

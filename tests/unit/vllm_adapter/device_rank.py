@@ -62,7 +62,7 @@ def async_tensor_h2d(data: Any, device: Any = None, dtype: torch.dtype | None = 
 
 @contextlib.contextmanager
 def counting() -> Iterator[CountingDevice]:
-    """The device, with what vLLM and we have for a GPU on it."""
+    """Provides the device that counts, with the CPU's functions in place of GPU kernels."""
     device = CountingDevice()
     verify, penalise = torch_kernel.verify, _custom_ops.apply_repetition_penalties_torch
     mask = xgrammar.apply_token_bitmask_inplace
@@ -74,7 +74,7 @@ def counting() -> Iterator[CountingDevice]:
         )  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target_sampler, "choose", lambda there: lambda batch: device.kernel(verify, batch))
+        patch.setattr(target_sampler, "kernel_for", lambda there: lambda batch: device.kernel(verify, batch))
         patch.setattr(_custom_ops, "apply_repetition_penalties_cuda", lambda *args: device.kernel(penalise, *args))
         patch.setattr(xgrammar, "apply_token_bitmask_inplace", apply_mask)
         # vLLM's is compiled, which the device that counts is not for.
@@ -126,7 +126,7 @@ class Group:
 
 @contextlib.contextmanager
 def grouped(group: Group) -> Iterator[Group]:
-    """Whose ranks the runners are."""
+    """Makes the runners ranks of a group."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target_runner, "get_tp_group", lambda: group)
         for module in (target_runner, gpu_model_runner):
@@ -135,7 +135,7 @@ def grouped(group: Group) -> Iterator[Group]:
 
 
 class Forward(GPUModelRunner):
-    """vLLM's runner, whose forward pass is a look-up."""
+    """Runs vLLM's runner with a table in place of the forward pass."""
 
     def __init__(self, table: Tensor, device: torch.device, max_num_reqs: int, max_model_len: int, k: int) -> None:
         """table: logits [contexts, V], of `model`. k: most drafts of a request."""
@@ -182,7 +182,7 @@ class Forward(GPUModelRunner):
         return self.table[rows]
 
     def _rows(self, scheduled: SchedulerOutput) -> Iterator[list[int]]:
-        """What each request's rows of logits come after."""
+        """Yields the contexts of each request's rows of logits."""
         batch, drafts = self.input_batch, scheduled.scheduled_spec_decode_tokens
         assert set(batch.req_ids) == set(scheduled.num_scheduled_tokens)
         for index, request_id in enumerate(batch.req_ids):
@@ -201,13 +201,12 @@ class DeviceRank(RoundRunner, Forward):
 
 
 def next_context(last: Any, position: Any) -> Any:
-    """Of the model where steps overlap: what it makes of a text's last token and of where it stands."""
+    """Returns the context of the model for overlapping steps: a text's last token and its position."""
     return (last * 31 + position * 17 + 5) % _CONTEXTS
 
 
 class OverlappingRank(DeviceRank):
-    """Where steps overlap. As vLLM's runner it takes tokens that nobody has read from the step before, on the
-    device."""
+    """Runs overlapping steps. As vLLM's runner it takes unread tokens from the step before, on the device."""
 
     def __init__(self, *of_forward: Any) -> None:
         super().__init__(*of_forward)
@@ -231,7 +230,7 @@ class OverlappingRank(DeviceRank):
 
 
 class Ranks:
-    """Tensor-parallel ranks, that is one after the other. `run` is what an engine's core asks of them all."""
+    """Runs a step on tensor-parallel ranks, one after the other, as an engine's core does on all of them."""
 
     def __init__(self, group: Group, ranks: Sequence[DeviceRank], device: CountingDevice | None = None) -> None:
         """device: None: the host."""
@@ -276,8 +275,11 @@ def make_ranks(
     max_num_reqs: int = 8,
     overlaps: bool = False,
 ) -> Ranks:
-    """Of the group that is `grouped`. device: None: the host. link: what rank 0's round says and hears; None: nobody
-    drafts. overlaps: steps do; else each is scheduled one ahead."""
+    """Makes the ranks of the group that is `grouped`.
+
+    device: None is the host. link: rank 0's link to a drafter; None: there is no drafter. overlaps: whether steps
+    overlap; otherwise each is scheduled one step ahead.
+    """
     where = CPU if device is None else DEVICE
     kind, k = (OverlappingRank, 0) if overlaps else (DeviceRank, K)
     ranks = [kind(table, where, max_num_reqs, MAX_MODEL_LEN, k) for _ in range(count)]
@@ -292,7 +294,7 @@ def make_ranks(
 
 
 class Drafter:
-    """Answers to a verifier by a model of its own, whose tokens are drawn as any drafter's are."""
+    """Answers a verifier by a model of its own, with tokens drawn as every drafter draws them."""
 
     def __init__(self, table: Tensor) -> None:
         """table: logits [contexts, V], of `model`."""
@@ -330,7 +332,7 @@ class Drafter:
 
 
 class Linked:
-    """A drafter on a link that works."""
+    """Links a round to a drafter without faults."""
 
     def __init__(self, table: Tensor) -> None:
         self.now, self.table = 0.0, table

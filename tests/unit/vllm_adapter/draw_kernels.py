@@ -1,17 +1,17 @@
-"""What drafts are drawn by on a GPU, on the device that counts: one launch of what the CPU has in its place each."""
+"""Replaces the GPU's kernels for draws, on the device that counts, by one launch each of the CPU's functions."""
 
 from __future__ import annotations
 
 import pytest
 
-from outrider.actors.verification import draft_sampler
+from outrider.actors.verification import draft_sampler, torch_draws
 from outrider.actors.verification.coupled import coupled_ranking
 from outrider.actors.verification.search import TokenSubset
 from tests.support.devices.counting_device import CountingDevice
 
 
 def draw_on(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips the test where there is no Triton, by whose interpreter these kernels are compared with the CPU's."""
+    """Replaces the kernels, or skips the test without Triton. triton_comparison.py compares them with the CPU's."""
 
     def ranking(logits, temperature, threshold, seed, position, subset, count):
         subset_ids = None if subset is None else subset.ids
@@ -23,10 +23,10 @@ def draw_on(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
         return device.kernel(on_host, logits, temperature, threshold, seed, position, subset_ids)
 
     triton_draws = pytest.importorskip("outrider.actors.verification.triton_draws", exc_type=ImportError)
-    triton_kernel = pytest.importorskip("outrider.actors.verification.triton_kernel", exc_type=ImportError)
+    triton_top_p = pytest.importorskip("outrider.actors.verification.triton_top_p", exc_type=ImportError)
     from tests.unit.verification.triton_comparison import threshold_by_order as by_order
 
-    in_torch = draft_sampler.draft_choice
+    in_torch = torch_draws.draft_choice
     monkeypatch.setattr(draft_sampler, "_triton_ranking", ranking)
-    monkeypatch.setattr(triton_kernel, "nucleus", lambda *arguments: device.kernel(by_order, *arguments))
+    monkeypatch.setattr(triton_top_p, "nucleus", lambda *arguments: device.kernel(by_order, *arguments))
     monkeypatch.setattr(triton_draws, "draft_choice", lambda *arguments: device.kernel(in_torch, *arguments))

@@ -1,5 +1,4 @@
-"""Served rounds without a server, on the device that counts: vLLM's scheduler one step ahead, our round in vLLM's
-runner, and a drafter that dies, is late, or sends what is wrong. The answers are those of plain decoding."""
+"""Serves rounds on vLLM's scheduler and runner with a faulty drafter, and compares them with plain decoding."""
 
 from __future__ import annotations
 

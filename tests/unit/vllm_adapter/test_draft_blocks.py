@@ -1,4 +1,4 @@
-"""What a sequence of the drafter's lacks of KV blocks, as vLLM's own KV cache counts them."""
+"""Counts the KV blocks that a drafter's sequence lacks, as vLLM's KV cache manager counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models draft, and how vLLM is told to run them."""
+"""Refuses models that cannot draft, and limits drafts to tokens that the target has."""
 
 from __future__ import annotations
 
@@ -34,12 +34,6 @@ def test_a_multimodal_architecture_drafts_from_token_ids(gemma):
     model_config = drafter_vllm_config(config, None, None).model_config
     assert model_config.is_multimodal_model
     assert not model_config.supports_multimodal_inputs
-
-
-def test_one_that_would_still_be_run_on_embeddings_is_refused():
-    model_config = SimpleNamespace(uses_mrope=False, supports_multimodal_inputs=True)
-    with pytest.raises(ConfigError, match=r"drafter\.model: .*text alone; use a text-only draft model"):
-        DraftEngine(SimpleNamespace(model_config=model_config), in_process=True)
 
 
 def test_one_whose_positions_have_several_dimensions_is_refused_before_it_loads(tmp_path):

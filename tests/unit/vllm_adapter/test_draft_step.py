@@ -1,5 +1,4 @@
-"""A whole draft step of a rank, on the device that counts: blocks copied, the output head changed, rows fed, tokens
-drawn, and the device waited for once."""
+"""Runs whole draft steps of a rank on the device that counts: copies, a cut head, rows, draws, and one wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM is asked, and what its outputs and refusals become. No engine is started: vLLM's own checks run by hand."""
+"""Converts requests, outputs and refusals, with vLLM's own checks and without an engine."""
 
 from __future__ import annotations
 
@@ -75,19 +75,10 @@ def test_an_answer_has_what_the_prompt_leaves(sampling: dict[str, Any], max_toke
     ("field", "value", "more", "words"),
     [
         ("temperature", math.nan, {}, "must be a finite number"),
-        ("temperature", 2.1, {}, r"must be in \[0, 2\]"),
-        ("top_p", 0.0, {}, r"must be in \(0, 1\]"),
-        ("top_k", -2, {}, "must be 0"),
-        ("min_p", 1.1, {}, r"must be in \[0, 1\]"),
         ("max_tokens", 11, {}, "cannot be greater than max_model_len=10"),
-        ("max_tokens", 0, {}, "must be at least 1"),
         ("min_tokens", 9, {}, "less than or equal to max_tokens=8"),
         ("min_tokens", 9, {"max_tokens": 9}, "less than or equal to max_tokens=8"),
-        ("repetition_penalty", 0.0, {}, "must be greater than zero"),
-        ("presence_penalty", 3.0, {}, r"must be in \[-2, 2\]"),
-        ("frequency_penalty", math.inf, {}, r"must be in \[-2, 2\]"),
         ("stop", [""], {}, "cannot contain an empty string"),
-        ("bad_words", [""], {}, "cannot contain an empty string"),
         ("n", 2, {"temperature": 0.0}, "must be 1 when using greedy sampling"),
         ("n", 20_000, {}, "must be at most"),
     ],
@@ -103,8 +94,6 @@ def test_vllms_own_words_stand_behind_our_fields_name(field: str, value: Any, mo
     ("field", "sampling"),
     [
         ("sampling.allowed_token_ids", {"allowed_token_ids": [1, VOCAB_SIZE]}),
-        ("sampling.stop_token_ids", {"stop_token_ids": [VOCAB_SIZE]}),
-        ("sampling.logit_bias", {"logit_bias": {VOCAB_SIZE: 1.0}}),
         ("sampling.structured_outputs.choice", {"structured_outputs": {"choice": []}}),
         ("sampling.structured_outputs.json_object", {"structured_outputs": {"json_object": False}}),
         ("sampling.logprobs", {"logprobs": 21}),
@@ -196,18 +185,6 @@ def test_logprobs_are_the_tokens_own_and_the_likeliest() -> None:
     assert round_.logprobs == (TokenLogprobs(7, -9.0, 50, top), TokenLogprobs(3, -0.1, 1, top))
 
 
-def test_no_likeliest_tokens_may_be_asked_for() -> None:
-    asked = request(sampling={"logprobs": 0})
-    (round_,) = round_outputs(output(delta(7, logprobs=[{7: Logprob(-0.1, rank=1)}])), asked, {})
-    assert round_.logprobs == (TokenLogprobs(7, -0.1, 1),)
-
-
-@pytest.mark.parametrize("given", [None, [], [{7: Logprob(-0.1, rank=1)}] * 2])
-def test_logprobs_that_do_not_fit_the_tokens_are_an_error(given: Any) -> None:
-    with pytest.raises(RuntimeError, match="r-1"):
-        round_outputs(output(delta(7, logprobs=given)), request(sampling={"logprobs": 0}), {})
-
-
 def test_prompt_logprobs_come_once_a_request() -> None:
     asked, counts = request(sampling={"n": 2, "prompt_logprobs": 0}), {}
     given = [None, {2: Logprob(-1.5, rank=4)}]
@@ -273,17 +250,13 @@ def test_a_verification_that_rank_0_would_raise_for_is_refused_before_it(verific
     [
         ("r-1", "r-1", True),
         ("chatcmpl-r-1", "r-1", True),
-        ("chatcmpl-r-1", "chatcmpl-r-1", True),
         ("cmpl-r-1-0", "r-1", True),
         ("cmpl-r-1-12", "cmpl-r-1", True),
-        ("cmpl-r-1-0", "cmpl-r-1-0", True),
         ("resp_r-1_0", "r-1", True),
         ("resp_r-1_0", "resp_r-1", True),
         ("r-1_0", "r-1", False),
-        ("resp_r-1_1", "r-1", False),
         ("r-1-0", "r-1", False),
         ("r-10", "r-1", False),
-        ("cmpl-r-1-0", "r", False),
         ("cmpl-r-1-x", "r-1", False),
         ("chatcmpl-r-1", "cmpl-r-1", False),
     ],

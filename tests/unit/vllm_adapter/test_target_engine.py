@@ -1,4 +1,4 @@
-"""The target's engine over a script in place of AsyncLLM: rounds, failures, and ids in use."""
+"""Runs the target's engine over a script in place of AsyncLLM: rounds, failures, ids in use, and its report."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from outrider.actors.replica_calls import GenerationRequest, RequestError, RequestIdInUse, RoundOutput, SamplingFailed
-from outrider.actors.round.origins import RoundLog
 from outrider.actors.serving.autoscaling import Report
-from outrider.actors.vllm_adapter.adapters import Adapters
 from outrider.actors.vllm_adapter.engine_requests import sampling_params
-from outrider.actors.vllm_adapter.prompts import PromptTokenizer
-from outrider.actors.vllm_adapter.target_engine import EngineLoad, TargetEngine, leave_out_lora_info
+from outrider.actors.vllm_adapter.target_engine import TargetEngine
 from outrider.actors.vllm_adapter.work_meter import USUAL_ANSWER_TOKENS
 from tests.unit.vllm_adapter.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
 
@@ -45,19 +41,44 @@ class ScriptedLLM:
             self.closed = True
 
 
-def answers(llm: ScriptedLLM, asked: GenerationRequest, *adapters: str) -> list[RoundOutput]:
-    engine = object.__new__(TargetEngine)
-    engine._llm, engine._max_model_len, engine._vocab_size = llm, 10, VOCAB_SIZE
-    engine._tokens, engine._structured_output = PromptTokenizer(None, VOCAB_SIZE, 10), "all"
-    engine._report_cached_tokens = False
-    engine._rounds = RoundLog(speculating=True)
-    engine.adapters = Adapters()
-    engine.adapters.requests |= {name: LoRARequest(name, 1 + i, f"/{name}") for i, name in enumerate(adapters)}
+class Front:
+    """Stands for AsyncLLM's input processor."""
 
-    async def collect() -> list[RoundOutput]:
-        return [round_ async for round_ in engine.generate(asked)]
+    def __init__(self) -> None:
+        self.speculative_config: Any = object()
 
-    return asyncio.run(collect())
+
+@pytest.fixture
+def make_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a TargetEngine over a script."""
+
+    def make(llm: Any, **fields: Any) -> TargetEngine:
+        llm.input_processor, llm.renderer = Front(), None
+        llm.output_processor = OutputProcessor(None, log_stats=False)
+        llm.model_config = SimpleNamespace(model="m", max_model_len=10, get_vocab_size=lambda: VOCAB_SIZE)
+        monkeypatch.setattr(
+            "outrider.actors.vllm_adapter.target_engine.AsyncLLM.from_vllm_config", lambda *_, **__: llm
+        )
+        config = SimpleNamespace(
+            speculative_config=SimpleNamespace(method="custom_class"), scheduler_config=SimpleNamespace(max_num_seqs=4)
+        )
+        return TargetEngine(config, **fields)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def answers(make_engine: Any) -> Any:
+    def answer(llm: ScriptedLLM, asked: GenerationRequest, *adapters: str) -> list[RoundOutput]:
+        engine = make_engine(llm)
+        engine.adapters |= {name: LoRARequest(name, 1 + i, f"/{name}") for i, name in enumerate(adapters)}
+
+        async def collect() -> list[RoundOutput]:
+            return [round_ async for round_ in engine.generate(asked)]
+
+        return asyncio.run(collect())
+
+    return answer
 
 
 def wrapped(cause: Exception) -> EngineGenerateError:
@@ -67,27 +88,15 @@ def wrapped(cause: Exception) -> EngineGenerateError:
     return error
 
 
-def test_vllms_front_door_knows_of_no_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would refuse min_p and logit_bias, which our own sampler applies."""
-    front = SimpleNamespace(speculative_config=object())
-    llm = SimpleNamespace(
-        input_processor=front,
-        renderer=None,
-        output_processor=OutputProcessor(None, log_stats=False),
-        model_config=SimpleNamespace(model="m", max_model_len=10, get_vocab_size=lambda: VOCAB_SIZE),
-    )
-    monkeypatch.setattr("outrider.actors.vllm_adapter.target_engine.AsyncLLM.from_vllm_config", lambda *_, **__: llm)
+def test_vllm_does_not_refuse_parameters_that_our_sampler_applies_under_speculation(make_engine: Any) -> None:
     params = sampling_params(request(sampling={"min_p": 0.5, "logit_bias": {5: 1.0}}), 2, 10)
     with pytest.raises(VLLMClientError, match="speculative"):
-        params.verify(MODEL, front.speculative_config, None, None)
-    config = SimpleNamespace(
-        speculative_config=SimpleNamespace(method="custom_class"), scheduler_config=SimpleNamespace(max_num_seqs=4)
-    )
-    TargetEngine(config)  # type: ignore[arg-type]
-    params.verify(MODEL, front.speculative_config, None, None)
+        params.verify(MODEL, Front().speculative_config, None, None)
+    make_engine(llm := ScriptedLLM())
+    params.verify(MODEL, llm.input_processor.speculative_config, None, None)
 
 
-def test_the_engine_yields_a_round_per_answer_until_all_are_finished() -> None:
+def test_the_engine_yields_a_round_per_answer_until_all_are_finished(answers: Any) -> None:
     llm = ScriptedLLM(
         output(delta(3, index=0), delta(4, index=1)),
         output(delta(5, index=0, finish_reason="stop")),
@@ -101,7 +110,7 @@ def test_the_engine_yields_a_round_per_answer_until_all_are_finished() -> None:
     assert llm.options == {"reasoning_ended": True, "lora_request": None}, "a constraint holds from the first token"
 
 
-def test_a_request_s_adapter_goes_with_it() -> None:
+def test_a_request_s_adapter_goes_with_it(answers: Any) -> None:
     llm = ScriptedLLM(output(delta(5, index=0, finish_reason="stop"), finished=True))
     answers(llm, request(adapter="two"), "one", "two")
     assert (llm.options["lora_request"].lora_name, llm.options["lora_request"].lora_int_id) == ("two", 2)
@@ -109,7 +118,7 @@ def test_a_request_s_adapter_goes_with_it() -> None:
         answers(llm, request(adapter="three"), "one", "two")
 
 
-def test_a_failed_answer_fails_the_request_and_closes_vllms_stream() -> None:
+def test_a_failed_answer_fails_the_request_and_closes_vllms_stream(answers: Any) -> None:
     llm = ScriptedLLM(output(delta(3, index=0)), output(delta(index=1, finish_reason="error")), output(delta(4)))
     with pytest.raises(SamplingFailed):
         answers(llm, request(sampling={"n": 2}))
@@ -126,19 +135,15 @@ def test_a_failed_answer_fails_the_request_and_closes_vllms_stream() -> None:
         ([EngineDeadError()], ConnectionError),
     ],
 )
-def test_errors_of_vllm_are_the_clients_only_where_they_are(script: list[Any], expected: type[Exception]) -> None:
+def test_errors_of_vllm_are_the_clients_only_where_they_are(
+    answers: Any, script: list[Any], expected: type[Exception]
+) -> None:
     with pytest.raises(expected):
         answers(ScriptedLLM(*script), request())
 
 
-def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
-    engine = object.__new__(TargetEngine)
-    engine._structured_output, engine._report_cached_tokens = "all", False
-    engine._llm = ScriptedLLM(output(delta(3)), output(delta(4, finish_reason="stop"), finished=True))  # type: ignore[assignment]
-    engine._max_model_len, engine._vocab_size = 10, VOCAB_SIZE
-    engine._tokens = PromptTokenizer(None, VOCAB_SIZE, 10)
-    engine._rounds = RoundLog(speculating=True)
-    engine.adapters = Adapters()
+def test_an_id_is_taken_while_its_request_runs_and_free_afterwards(make_engine: Any) -> None:
+    engine = make_engine(ScriptedLLM(output(delta(3)), output(delta(4, finish_reason="stop"), finished=True)))
 
     async def ask_twice() -> None:
         first = engine.generate(request())
@@ -147,33 +152,25 @@ def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
             await anext(engine.generate(request()))
         await anext(engine.generate(request(caller=7)))  # which is another one
         await first.aclose()
-        assert not engine._rounds.watches("r-1")
         assert (await anext(engine.generate(request()))).token_ids == (3,)
 
     asyncio.run(ask_twice())
 
 
-def test_a_report_counts_the_tokens_of_those_that_have_no_seat() -> None:
+def test_a_report_counts_the_tokens_of_requests_that_wait(make_engine: Any) -> None:
     states = {
         "runs": SimpleNamespace(is_prefilling=False, prompt_len=1000, max_tokens_param=1000),
         "has a seat": SimpleNamespace(is_prefilling=True, prompt_len=100, max_tokens_param=20),
         "waits": SimpleNamespace(is_prefilling=True, prompt_len=200, max_tokens_param=None),
     }
-    engine = object.__new__(TargetEngine)
-    engine._load, engine._max_num_seqs = EngineLoad(), 4
-    engine._llm = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
-    engine._load.running, engine._load.waiting = 2, 1
+    engine = make_engine(SimpleNamespace())
+    engine.llm.output_processor.request_states.update(states)
+    stats = SimpleNamespace(num_running_reqs=2, num_waiting_reqs=1, kv_cache_usage=0.0)
+    recorder = engine._load.factory(None)
+    recorder.record(stats, None)
     report = engine.report()
     assert report["waiting_tokens"] == (100 + 20 + 200 + USUAL_ANSWER_TOKENS) / 2
     assert Report(**report) == Report(2, 1, 4, report["waiting_tokens"], 512, 0, 0, 0)
-    engine._load.waiting = 0
+    stats.num_waiting_reqs = 0
+    recorder.record(stats, None)
     assert engine.report()["waiting_tokens"] == 0
-
-
-def test_no_series_for_every_set_of_adapters() -> None:
-    of_prometheus = object.__new__(PrometheusStatLogger)
-    of_prometheus.gauge_lora_info = object()
-    other = SimpleNamespace(gauge_lora_info=1)
-    leave_out_lora_info(SimpleNamespace(stat_loggers=[other, of_prometheus]))  # type: ignore[arg-type]
-    assert (of_prometheus.gauge_lora_info, other.gauge_lora_info) == (None, 1)
-    leave_out_lora_info(None)

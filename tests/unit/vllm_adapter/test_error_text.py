@@ -1,4 +1,4 @@
-"""What a client sends does not stand in vLLM's logs."""
+"""Clients' text is removed from vLLM's logs, and its errors are shortened."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from outrider.actors.vllm_adapter.client_text import keep_out_of_logs, shortened
+from outrider.actors.vllm_adapter.error_text import keep_client_text_out_of_logs, shorten
 
 SECRET = "root ::= my secret"
 
@@ -20,7 +20,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             lines.append(self.format(record))
 
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [Handler()])
-    keep_out_of_logs()
+    keep_client_text_out_of_logs()
     return lines
 
 
@@ -35,7 +35,7 @@ def test_a_warning_about_a_request_has_no_values_and_its_exception_no_message(wr
     assert not any(SECRET in line for line in written)
     assert "Failed to compile grammar" in written[1]
     assert "ValueError" in written[1]
-    assert "test_client_text.py" in written[1], "where it was raised"
+    assert "test_error_text.py" in written[1], "where it was raised"
 
 
 def test_the_rest_is_logged_as_it_is(written: list[str]) -> None:
@@ -44,5 +44,5 @@ def test_the_rest_is_logged_as_it_is(written: list[str]) -> None:
 
 
 def test_an_error_is_one_short_line() -> None:
-    assert shortened(" a\n b. ") == "a b"
-    assert len(shortened("x" * 1000)) == 301
+    assert shorten(" a\n b. ") == "a b"
+    assert len(shorten("x" * 1000)) == 301
