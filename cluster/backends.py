@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Backend = Literal["auto", "local", "gloo", "nccl", "hccl", "xccl"]
+Backend = Literal["auto", "nccl", "hccl", "xccl"]
 
 DEVICE_BACKENDS = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu"}
 """Maps backends of torch.distributed that move device memory to torch's device type. ROCm's are nccl and cuda."""

@@ -506,9 +506,9 @@ class LinkConfig(Section):
     """The wire between one verifier and one drafter."""
 
     backend: Backend = "auto"
-    """auto: local, a Unix socket, where both ends are on one machine and it reaches from one to the other, else gloo.
-    nccl (CUDA, ROCm), hccl (Ascend) and xccl (Intel) move a device's memory, need a device at both ends, and have not
-    been measured between two."""
+    """auto: host memory, over ZeroMQ: ipc:// within a machine, encrypted tcp:// between machines. nccl (CUDA, ROCm),
+    hccl (Ascend) and xccl (Intel) move a device's memory, need a device at both ends, and have not been measured
+    between two."""
 
     round_deadline_ms: float = Field(1000.0, gt=0, allow_inf_nan=False)
     """Longest time that a round waits for proposals. Later ones count as none: the round decodes plainly."""
@@ -520,9 +520,12 @@ class LinkConfig(Section):
     link_deadline_ms: float = Field(5000.0, gt=0, allow_inf_nan=False)
     """Silence after which the link is given up, aborted and made anew with a new epoch."""
 
-    frame_mac: Literal["across_nodes", "always"] = "across_nodes"
-    """Which links seal each frame with a keyed MAC, so that nobody on the way can change, add or repeat one: those
-    between two nodes (``across_nodes``), or those within one as well (``always``)."""
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _refuse_removed(cls, value: object) -> object:
+        if value in ("local", "gloo"):
+            raise ValueError(f"{value} was removed; write auto, which moves host memory within and between machines")
+        return value
 
     @model_validator(mode="after")
     def _order(self) -> LinkConfig:

@@ -66,7 +66,7 @@ class LinkReport:
     rtt_us: float = 0.0
     last_error: str = ""
     backend: str = ""
-    """Transport of a link that is up: local, gloo, or one of backends.DEVICE_BACKENDS."""
+    """The wire of a link that is up: ipc, tcp, or one of backends.DEVICE_BACKENDS."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import ray
 
 from outrider.cluster.drafter_registry import Assignment, DrafterRegistry, LinkGrant, LinkReport, Member, Verifier, Work
 from outrider.cluster.head import on_head
-from outrider.cluster.link.authentication import new_secret
 from outrider.cluster.placement import NAMESPACE
 
 HEARTBEAT_S = 10.0
@@ -30,7 +29,6 @@ class Registry:
 
     def __init__(self) -> None:
         self._members = DrafterRegistry()
-        self._secret = new_secret()
         self._reaper: asyncio.Task | None = None
 
     async def renew(self, member: Member, lasts_s: float = EXPIRES_S) -> None:
@@ -50,10 +48,6 @@ class Registry:
 
     async def assigned_to(self, verifier: Verifier) -> Assignment:
         return self._members.assigned_to(verifier, time.monotonic())
-
-    async def secret(self) -> bytes:
-        """Returns the application's secret, by which both ends of a link authenticate. Links outlive the registry."""
-        return self._secret
 
     async def report(self, verifier: str, link: LinkReport) -> None:
         self._members.report(verifier, link)
@@ -104,9 +98,3 @@ def get_or_create_registry(app_name: str) -> Any:
 def find_registry(app_name: str) -> Any:
     """Returns the running registry. Raises ValueError when there is none."""
     return ray.get_actor(registry_name(app_name), namespace=NAMESPACE)
-
-
-def application_secret(app_name: str, timeout_s: float) -> bytes:
-    """Returns Registry.secret. Raises RayError or GetTimeoutError, ValueError when there is no registry."""
-    secret: bytes = ray.get(find_registry(app_name).secret.remote(), timeout=timeout_s)
-    return secret

@@ -41,7 +41,6 @@ from outrider.cluster.placement import (
     float32_environment,
     rank_environment,
 )
-from outrider.cluster.registry import application_secret
 from outrider.cluster.vocabulary import Marks, check_marks, marks_of
 
 if TYPE_CHECKING:
@@ -125,9 +124,8 @@ class Drafter:
         Vocabularies of one tokenizer may be padded to different sizes: no more is drawn than both have.
 
         Raises:
-            LinkError: the verifier is gone, or belongs to another application.
+            LinkError: the verifier is gone.
             ValueError: the target has another tokenizer, or fewer tokens than the output head is cut to.
-            Exception: what application_secret raises.
         """
         check_marks(invitation.vocabulary, self._vocabulary)
         try:
@@ -136,17 +134,14 @@ class Drafter:
             raise ValueError(
                 f"drafter.draft_vocab_size: the target has {invitation.vocab_size} tokens: {error}; set fewer, or 0"
             ) from None
-        transport = join_link(invitation, application_secret(self._app_name, timeout_s), timeout_s)
+        wire = join_link(invitation, timeout_s)
         with self._lock:
             self._last_link_id = link_id = self._last_link_id + 1
         link = Link(
-            transport,
+            wire,
             epoch=invitation.epoch,
-            capacity_words=invitation.capacity_words,
             link_deadline_s=invitation.link_deadline_ms / 1e3,
-            decode=lambda payload: unpack(
-                payload, invitation.vocab_size, invitation.num_speculative_tokens, invitation.capacity_words
-            ),
+            decode=lambda payload: unpack(payload, invitation.vocab_size, invitation.num_speculative_tokens),
             name=f"{invitation.verifier_id}#{invitation.epoch}",
             on_broken=lambda reason: self._drop(link_id, reason),
             on_receive=lambda received: self._deliver(link_id, received.messages),

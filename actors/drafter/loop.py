@@ -62,7 +62,7 @@ class LinkSink:
 
     def send(self, proposals: abc.Sequence[Proposals | PrefetchedProposal], work_us: int) -> None:
         with suppress(LinkBroken):
-            self._link.post(pack(list(proposals), self._link.capacity_words), work_us=work_us)
+            self._link.post(pack(proposals), work_us=work_us)
 
 
 class _Batch:

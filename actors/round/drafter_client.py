@@ -174,7 +174,7 @@ class DrafterClient:
         messages, self._outbox = self._outbox, []
         if messages and self._link is not None:
             with suppress(LinkBroken):  # noticed, logged and counted at the next step boundary
-                self._link.post(pack(messages, self._link.capacity_words))
+                self._link.post(pack(messages))
 
     def poll(self, timeout_s: float) -> Received[list[Message]] | None:
         """Returns the next frame; None if nothing comes within timeout_s, or without a link."""

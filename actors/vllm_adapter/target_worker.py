@@ -20,7 +20,7 @@ from outrider.actors.vllm_adapter.executor import sleep_early
 from outrider.actors.vllm_adapter.target_runner import RoundRunner
 from outrider.actors.vllm_adapter.target_sampler import TargetSampler
 from outrider.cluster.config import DraftModelConfig, OutriderConfig
-from outrider.cluster.link.codec import frame_capacity_words, unpack
+from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
 
 
@@ -69,9 +69,6 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
                 config,
                 ReplicaIdentity(**settings["outrider_replica"]),
                 vocab_size=vocab_size,
-                capacity_words=frame_capacity_words(
-                    self.scheduler_config.max_num_seqs, k, config.speculation.draft_top_n
-                ),
                 decode=lambda payload: unpack(payload, vocab_size, k),
                 on_link=self._round.offer_link,
                 device=None if self.device.type == "cpu" else str(self.device),

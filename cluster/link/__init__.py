@@ -1,24 +1,12 @@
-"""The wire between one verifier (rank 0) and one drafter (rank 1)."""
+"""The link between one verifier and one drafter."""
 
-from outrider.cluster.link.frame import HEADER_WORDS, FrameError
-from outrider.cluster.link.link import (
-    HANG,
-    Link,
-    LinkBroken,
-    LinkCounters,
-    LinkError,
-    PingStats,
-    Received,
-    Transport,
-    TransportClosed,
-    TransportError,
-    TransportTimeout,
-)
+from outrider.cluster.link.frame import FrameError
+from outrider.cluster.link.link import HANG, Link, LinkBroken, LinkCounters, PingStats, Received
 from outrider.cluster.link.rendezvous import LinkInvitation, host_link, join_link
+from outrider.cluster.link.wire import LinkError, Wire, WireError
 
 __all__ = [
     "HANG",
-    "HEADER_WORDS",
     "FrameError",
     "Link",
     "LinkBroken",
@@ -27,10 +15,8 @@ __all__ = [
     "LinkInvitation",
     "PingStats",
     "Received",
-    "Transport",
-    "TransportClosed",
-    "TransportError",
-    "TransportTimeout",
+    "Wire",
+    "WireError",
     "host_link",
     "join_link",
 ]

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray
@@ -30,18 +30,18 @@ _CONNECT_TIMEOUT_S = 10.0
 _WATCH_S = 0.2
 _READY_TIMEOUT_S = 10.0
 _READY_AMONG_OTHERS_S = 2.0
-"""Where another drafter may be asked."""
+"""Used instead where another drafter may be asked."""
 
 LOST_S = 60.0
-"""A question that has been out for so long is asked once more. Ray looks by the time of day for calls that went down
-with a process, and does not for an hour where the machine's clock was put back by one."""
+"""How long to wait for an answer before a drafter is asked once more. Ray finds calls that went down with a process by
+the time of day, and so does not for an hour where the machine's clock was put back by one."""
 
 _LOOK_S = 1.0
 LOOPBACK = "127.0.0.1"
 
 _HANGS_BEFORE_RESTART = 2
 _LEAST_SILENCE_S = 5.0
-"""What the drafter's own watchdog grants the shortest of steps. Deadlines may be far shorter than an honest step."""
+"""The least silence that may mean a stuck drafter: link deadlines may be far shorter than an honest step."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,21 @@ class ReplicaIdentity:
 
 
 class StuckDrafterDetector:
-    """When a drafter is taken for stuck: several links in a row to it were given up because it answered nothing, on all
-    but the first of them it said nothing whatever, and together they lasted for as long as an honest step may. Pure.
+    """Decides when a drafter is stuck and has to be restarted.
 
-    A drafter that is only slow, behind a deadline shorter than its steps, says that it is not ready.
+    It is when several links in a row to it were given up because it answered nothing, when on all but the first of them
+    it said nothing at all, and when together they lasted for as long as an honest step may. A drafter that is only
+    slow, behind a deadline shorter than its steps, says that it is not ready.
     """
 
     def __init__(self, link_deadline_s: float) -> None:
-        """link_deadline_s: so long at least was the silence on each."""
+        """link_deadline_s: the least silence on each link that was given up."""
         self._most = max(_HANGS_BEFORE_RESTART, math.ceil(_LEAST_SILENCE_S / link_deadline_s))
         self.in_a_row = 0
         self._drafter = ""
 
     def ended(self, drafter: str, reason: str, heard: bool) -> bool:
-        """A link has ended. heard: messages came over it. Returns whether to restart the drafter."""
+        """Record that a link has ended. heard: messages came over it. Returns whether to restart the drafter."""
         if drafter != self._drafter:
             self._drafter, self.in_a_row = drafter, 0
         silent = HANG in reason and (self.in_a_row == 0 or not heard)
@@ -79,15 +80,15 @@ class StuckDrafterDetector:
 
 
 class FailbackPolicy:
-    """When a verifier that is linked to another drafter than the one it is assigned goes there. Pure.
+    """Decides when a verifier leaves a borrowed drafter for the one that it is assigned.
 
-    The other must have answered every look for a while; that while doubles each time it is left again soon after, so a
-    drafter that dies of every link is not run to and from.
+    That one must have answered every check for a while. The while doubles each time the drafter is left again soon
+    after, so that a verifier does not move back and forth to a drafter that dies of every link.
     """
 
     FIRST_S, LONGEST_S = 2.0, 300.0
     SETTLED_S = 60.0
-    """A link at home that lasted so long was no mistake."""
+    """A link to the assigned drafter that lasted so long resets the while."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -96,7 +97,7 @@ class FailbackPolicy:
         self._came_home: float | None = None
 
     def look(self, ready: bool) -> bool:
-        """While on another drafter: whether the assigned one answers now. Returns whether to go there."""
+        """Record whether the assigned drafter answers now, while another one serves. Returns whether to move there."""
         now = self._clock()
         if not ready:
             self._ready_since = None
@@ -116,13 +117,13 @@ class FailbackPolicy:
             self.failed()
 
     def failed(self) -> None:
-        """It said that it is ready, and could not be linked to or was soon left."""
+        """Record that the assigned drafter was ready, and could not be linked to or was soon left."""
         self._ready_since = None
         self._pause_s = min(2 * self._pause_s, self.LONGEST_S)
 
 
 class LinkKeeper:
-    """start() returns at once; on_link is called, on the keeper's thread, with every link that comes up."""
+    """Keeps one verifier linked. `on_link` is called, on the keeper's thread, with every link that comes up."""
 
     def __init__(
         self,
@@ -130,29 +131,34 @@ class LinkKeeper:
         identity: ReplicaIdentity,
         *,
         vocab_size: int,
-        capacity_words: int,
         decode: Callable[[Any], Sequence[Any]],
         on_link: Callable[[Link], None],
         device: str | None = None,
         work: Callable[[], Work] = Work,
     ) -> None:
-        """device: the rank's, for a link that moves its memory. work: what the target does now; any thread. Raises
-        ConfigError for a link.backend that this process cannot have."""
+        """Make a keeper that does nothing before `start`.
+
+        Raises ConfigError for a link.backend that this process cannot have.
+
+        Args:
+            device: the rank's device, for a link that moves its memory.
+            work: returns what the target does now; called on any thread.
+        """
         try:
             check_device(config.link.backend)
         except LinkError as error:
             raise ConfigError(f"link.backend: {error}") from None
         self._work = work
         self._config, self._identity = config, identity
-        self._vocab_size, self._capacity_words, self._decode = vocab_size, capacity_words, decode
+        self._vocab_size, self._decode = vocab_size, decode
         self._on_link, self._device = on_link, device
         self._fingerprint = fingerprint(config)
         self._vocabulary = marks_of(config.target.model) if isinstance(config.drafter, DraftModelConfig) else ()
         self._pooled = config.remote_drafter is not None and config.remote_drafter.pooled
         self._node = ""
         self._ready: dict[str, tuple[Any, float]] = {}
-        """Drafter -> a question not answered yet: a stopped drafter is asked once, not once a try. Those that are lost
-        are forgotten, like drafters that are gone."""
+        """By drafter, a call of its `ready` that is not answered yet, and when it was made. A stopped drafter is asked
+        once, not at each try."""
 
         self._stopping = threading.Event()
         self._broken = threading.Event()
@@ -166,6 +172,7 @@ class LinkKeeper:
         self._thread = threading.Thread(target=self._run, name="link-keeper", daemon=True)
 
     def start(self) -> None:
+        """Start the control thread; returns at once."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -225,29 +232,25 @@ class LinkKeeper:
             host=host,
             epoch=grant.epoch,
             backend=self._config.link.backend,
-            capacity_words=self._capacity_words,
             round_deadline_ms=self._config.link.round_deadline_ms,
             link_deadline_ms=self._config.link.link_deadline_ms,
             vocab_size=self._vocab_size,
             num_speculative_tokens=self._config.num_speculative_tokens,
             verifier_id=self._identity.replica,
-            secret=self._ask_registry("secret"),
-            sealed=self._config.link.frame_mac == "always" or host != LOOPBACK,
             vocabulary=self._vocabulary,
             device=self._device,
         )
         joining = drafter.accept_link.remote(invitation, _CONNECT_TIMEOUT_S)
         try:
-            transport = complete(_CONNECT_TIMEOUT_S)
+            wire = complete(_CONNECT_TIMEOUT_S)
         except LinkError:
             if ray.wait([joining], timeout=0)[0]:
                 ray.get(joining)  # the drafter's own reason says more than our waiting in vain
             raise
         self._broken.clear()
         link = Link(
-            transport,
+            wire,
             epoch=grant.epoch,
-            capacity_words=self._capacity_words,
             link_deadline_s=self._config.link.link_deadline_ms / 1e3,
             decode=self._decode,
             name=f"{self._identity.replica}->{grant.drafter}",
@@ -262,18 +265,19 @@ class LinkKeeper:
             raise
         reconnects = self._report.reconnects + (self._report.epoch > 0)
         self._report = LinkReport(
-            "up", grant.epoch, grant.drafter, reconnects, times.median_us, self._given_up, transport.backend
+            "up", grant.epoch, grant.drafter, reconnects, times.median_us, self._given_up, wire.backend
         )
         logger.info(
             "link to %s is up: epoch %d, %s, round trip median %.0f us (min %.0f, max %.0f)",
-            grant.drafter, grant.epoch, transport.backend, times.median_us, times.min_us, times.max_us,
+            grant.drafter, grant.epoch, wire.backend, times.median_us, times.min_us, times.max_us,
         )  # fmt: skip
         return link
 
     def _wait_until_ready(self, grant: LinkGrant, drafter: Any) -> str:
-        """The drafter's address, once its model is loaded. Raises LinkError when it does not answer for a while.
+        """Return the drafter's address, once its model is loaded.
 
-        Inviting a drafter that is stopped or still loading would only pile up invitations.
+        Raises LinkError when it does not answer for a while: to invite a drafter that is stopped or still loading would
+        only pile up invitations.
         """
         name = grant.drafter
         question = self._asked(name) or self._ask(name, drafter)
@@ -286,8 +290,10 @@ class LinkKeeper:
         return host
 
     def _serve(self, link: Link, drafter: str) -> tuple[Link, LinkGrant] | None:
-        """Hand the link over and sleep until it breaks. Returns the link that is to take its place before that, if one
-        is, not yet handed over."""
+        """Hand the link over and sleep until it breaks.
+
+        Returns the link that is to take its place before that, if there is one, not handed over yet.
+        """
         self._link = link
         self._look_at = time.monotonic() + _LOOK_S
         self._on_link(link)
@@ -300,17 +306,16 @@ class LinkKeeper:
         if not self._stopping.is_set():
             self._homing.link_ended()
             self._given_up = link.broken or ""
-            self._report = LinkReport(
-                "down", self._report.epoch, self._report.drafter, self._report.reconnects,
-                self._report.rtt_us, self._given_up,
-            )  # fmt: skip
+            self._report = replace(self._report, state="down", last_error=self._given_up, backend="")
             logger.warning("link of epoch %d is down: %s", self._report.epoch, link.broken)
             self._tell_registry()
         return None
 
     def _another(self, drafter: str) -> tuple[Link, LinkGrant] | None:
-        """The link to the drafter that is assigned, once that has been ready for a while; None where that is the one
-        that serves. The link that is up goes on until the verifier's requests have moved to the new one."""
+        """Return a link to the assigned drafter, once that has been ready for a while; None where that one serves.
+
+        The link that is up goes on until the verifier's requests have moved to the new one.
+        """
         now = time.monotonic()
         if self._stopping.is_set() or now < self._look_at:
             return None
@@ -341,7 +346,7 @@ class LinkKeeper:
         return link, grant
 
     def _is_ready(self, name: str) -> bool:
-        """Whether the drafter has answered what the last look asked. Never waits; asks anew."""
+        """Return whether the drafter has answered since the last check, and ask it again. Never waits."""
         question = self._asked(name)
         try:
             if question is not None:
@@ -355,7 +360,7 @@ class LinkKeeper:
         return question is not None
 
     def _ask(self, name: str, drafter: Any) -> Any:
-        """Whether it is ready."""
+        """Ask the drafter whether it is ready. Returns the call."""
         now = time.monotonic()
         self._ready = {other: asked for other, asked in self._ready.items() if now - asked[1] < LOST_S}
         question = drafter.ready.remote()
@@ -363,7 +368,7 @@ class LinkKeeper:
         return question
 
     def _asked(self, name: str) -> Any:
-        """The question that is out, if one is and may still be answered."""
+        """Return the call that is not answered yet, unless it is so old that its answer is lost."""
         question, asked_s = self._ready.get(name, (None, 0.0))
         return question if time.monotonic() - asked_s < LOST_S else None
 

@@ -1,7 +1,7 @@
-"""What verifier and drafter say to each other.
+"""The messages between verifier and drafter.
 
-Every message checks itself when made, so a wrong one fails where the mistake is. The wire form is in
-``cluster/link/codec.py``.
+Every message checks itself when it is made, also when it is made from what a peer has sent, so a wrong one fails where
+the mistake is. The wire form is in ``cluster/link/codec.py``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from outrider.cluster.link.frame import MAX_INT31
 from outrider.cluster.modes import Mode
 
 Q_SUM_TOLERANCE = 1e-3
-"""By which the probabilities of a q may miss one: float32, summed."""
+"""How far the probabilities of a row of q, float32, may sum to something else than 1."""
 
 TAUGHT_SUM_TOLERANCE = 0.02
 """How far the probabilities of a TrainingSample's row may exceed one, since they travel as 16-bit logarithms."""
@@ -28,32 +29,32 @@ _LOG_P_TOLERANCE = 1e-3
 MAX_TOP_N = 1024
 
 TAUGHT_TOP = 16
-"""Of the target's likeliest tokens, so many are told to a drafter that learns."""
+"""Number of the target's likeliest tokens that a drafter that learns is sent."""
 
 MAX_NAME_LENGTH = 160
 MAX_BIASED_TOKENS = 512
-"""Of one request: a longer list stays with the verifier, which costs acceptance only."""
+"""Longest list of a request's biases. A longer one is not sent, which costs acceptance only."""
 
 MAX_ADAPTERS = 256
-"""Of one drafter."""
+"""Most LoRA adapters of a drafter."""
 
 MAX_BIAS = float(np.finfo(np.float32).max)
 
 
 class DraftOrigin(enum.IntEnum):
-    """Where the drafts of an answer come from."""
+    """Tells where the drafts of an answer come from."""
 
     NONE = 0
     """No answer in time, or one without drafts for another reason than its length."""
 
     MAIN_LINE = 1
-    """Drafted ahead: every draft was accepted and the bonus token was the one guessed. Or looked up, beside a model."""
+    """Drafted ahead: every draft was accepted and the bonus token was the one guessed. Or looked up beside a model."""
 
     SIDE_BRANCH = 2
-    """Drafted ahead for another outcome than the main line's."""
+    """Drafted ahead for another outcome than that of the main line."""
 
     MISS = 3
-    """Nobody had foreseen the outcome: drafted while the target waited, or not at all."""
+    """The outcome was not foreseen: drafted while the target waited, or not at all."""
 
     @property
     def is_hit(self) -> bool:
@@ -61,7 +62,7 @@ class DraftOrigin(enum.IntEnum):
 
 
 class MessageError(ValueError):
-    """A message that must not be sent or believed. `field` names what is wrong, e.g. ``Commit.token_ids``."""
+    """Refuses a message that must not be sent or believed. `field` names what is wrong, e.g. ``Commit.token_ids``."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(field, problem)
@@ -95,8 +96,9 @@ class ProposalStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftSampling:
-    """How a request's tokens are chosen, and its drafts to be drawn. Of a draft only mode, seed and top_n bear on
-    exactness; the rest helps acceptance.
+    """Tells how a request's tokens are chosen and its drafts are to be drawn.
+
+    Only mode, seed and top_n bear on exactness; the rest helps acceptance.
 
     mode: how the drafts will be verified. temperature: above 0, ignored in GREEDY. top_k: 0 for none.
     seed: the request's, the same as the verifier uses: a client's or a random one, never shared by requests.
@@ -155,16 +157,18 @@ class DraftSampling:
             raise MessageError("Open.only_biased", "set, but no token is left")
 
 
-@dataclass(slots=True)
-class Open:
-    """A request the drafter shall follow, or the next piece of its prompt. `pack` does the cutting.
+class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Holds how messages travel: as an array of the type's tag and the fields."""
+
+
+class Open(_Message, tag=1):
+    """Asks the drafter to follow a request, or continues the prompt of one.
 
     request: a handle of this link, 0 to 2**31-1, never used twice in the link's life. A request that comes back
         after preemption gets a new one, and its prompt then contains the output committed so far.
     prompt_len: tokens of the whole prompt, all pieces together.
     offset: tokens of the prompt before this piece.
-    sampling: that of the piece at offset 0 counts. Its biases travel with that piece only: `unpack` gives later
-        pieces the same without biases.
+    sampling: that of the piece at offset 0 counts.
     """
 
     request: int
@@ -187,15 +191,14 @@ class Open:
         _check_int31("Open.num_speculative_tokens", self.num_speculative_tokens)
 
 
-@dataclass(slots=True)
-class Commit:
-    """One round's outcome for one request: the accepted drafts and the next token.
+class Commit(_Message, tag=2):
+    """Reports the outcome of a round for one request: the accepted drafts and the next token.
 
     base_committed_len: tokens committed before these, prompt included. The ids travel, so the drafter need not
     remember what was verified.
     num_wanted: drafts wanted for the next round; 0: none, and no answer. num_on_miss: if this outcome was not foreseen,
     drafts worth waiting for; with 0 such a commit is answered at once, without drafts.
-    has_drafts: the verifier has as many already, from an PrefetchedProposal for this outcome, and awaits no answer.
+    has_drafts: the verifier has as many already, from a PrefetchedProposal for this outcome, and awaits no answer.
     """
 
     request: int
@@ -223,13 +226,12 @@ class Commit:
 
     @property
     def committed_len(self) -> int:
-        """Tokens committed now: what Proposals answering this are based on."""
+        """Returns the number of tokens committed now, which Proposals that answer this are based on."""
         return self.base_committed_len + len(self.token_ids)
 
 
-@dataclass(slots=True)
-class Close:
-    """The drafter may forget the request."""
+class Close(_Message, tag=3):
+    """Tells the drafter that it may forget a request."""
 
     request: int
     reason: CloseReason
@@ -238,9 +240,8 @@ class Close:
         _check_int31("Close.request", self.request)
 
 
-@dataclass(slots=True, eq=False)
-class SparseQ:
-    """The truncated, renormalised distributions the drafts were sampled from: the drafter's q.
+class SparseQ(msgspec.Struct, eq=False, array_like=True, forbid_unknown_fields=True):
+    """Holds the truncated, renormalised distributions that drafts were sampled from: the drafter's q.
 
     ids: int32 [k, n], no id twice in a row. probs: float32 [k, n], each row summing to 1.
     A row with fewer than n tokens in its support is filled up with other ids at probability 0.
@@ -278,9 +279,8 @@ class SparseQ:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(slots=True)
-class Proposals:
-    """Draft tokens for one request, 0 to K of them; none unless `status` is OK.
+class Proposals(_Message, tag=4):
+    """Carries draft tokens for one request, 0 to K of them; none unless `status` is OK.
 
     base_committed_len: the committed length the drafts continue, `Commit.committed_len` of the commit answered. It
     tells a late answer from a current one.
@@ -311,11 +311,12 @@ class Proposals:
                 raise MessageError("Proposals.q_probs", "a draft has probability 0: q is not what it was sampled from")
 
 
-@dataclass(slots=True)
-class PrefetchedProposal:
-    """Drafts for one outcome of a round that is still being verified, so that the verifier has them when it comes out
-    so. Sent once a line's drafts are all there; only where drafts depend on text and seed alone, and their q need not
-    travel. One that is lost or comes too late costs nothing: the commit is answered.
+class PrefetchedProposal(_Message, tag=5):
+    """Carries drafts for one outcome of a round that is still being verified.
+
+    The verifier has them when that outcome comes. They are sent once a chain's drafts are complete, and only where
+    drafts depend on text and seed alone, so that their q need not travel. One that is lost or comes too late costs
+    nothing: the commit is answered.
 
     base_committed_len: as in the Proposals that are being verified. position, next_token: the outcome: at this position
     of the text, behind accepted drafts, the target chooses this token. token_ids: 1 to K drafts that follow it.
@@ -341,10 +342,8 @@ class PrefetchedProposal:
             raise MessageError("PrefetchedProposal.token_ids", "empty: there is nothing to take")
 
 
-@dataclass(slots=True)
-class Name:
-    """The id by which the engine knows a request, for the drafter's log. Sent before its Open, where logs are to have
-    it.
+class Name(_Message, tag=6):
+    """Tells the drafter the id by which the engine knows a request, for its log. It is sent before the request's Open.
 
     request_id: 1 to MAX_NAME_LENGTH printable ASCII characters.
     """
@@ -360,10 +359,10 @@ class Name:
             raise MessageError("Name.request_id", "not printable ASCII")
 
 
-@dataclass(slots=True, eq=False)
-class TrainingSample:
-    """What the target thought of tokens that it has committed, for a drafter that learns. Sent after their Commit, when
-    nobody waits for it; one that is lost costs nothing but learning.
+class TrainingSample(_Message, tag=7, eq=False):
+    """Carries the target's likeliest tokens at positions that it has committed, for a drafter that learns.
+
+    It is sent after their Commit, when nobody waits for it; one that is lost costs nothing but learning.
 
     position: of the first row's token in the text, prompt included; row j is of the token at position + j.
     ids: int32 [n, TAUGHT_TOP], the target's likeliest tokens there, the likeliest first, no id twice in a row; fewer

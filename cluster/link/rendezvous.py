@@ -1,32 +1,31 @@
 """How the two ends of a link find each other.
 
-The verifier hosts a key-value store and hands out an invitation, which travels over Ray. The drafter joins with it.
-Both say hello at the store first, each waiting for the other only so long, and show that they hold the application's
-secret (authentication.py); then the transport connects. When it has, the store is closed: whoever reaches it can write
-to it. torch is imported only when a link is really made, so that frames and messages stay cheap to import.
+The verifier listens and makes an invitation, which holds the addresses, a key and a token, all of them made for this
+link. Ray carries it to the drafter, so whoever holds it was invited by this application. The drafter connects and says
+hello with the token, and the verifier answers. Where a device's memory is moved, the answer holds the
+port of the store at which the device's groups meet.
 
-Which wire it is may depend on where the two are: the verifier then listens on a local socket too, and the drafter, who
-has tried it, says at the store whether that is the one. Whoever else writes there can only have the two disagree, and
-then there is no link.
+torch is imported only for a device's link, so that frames and messages stay cheap to import.
 """
 
 from __future__ import annotations
 
 import datetime
-import functools
+import hmac
 import ipaddress
 import logging
+import os
+import secrets
 import socket
+import stat
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from outrider.cluster.backends import DEVICE_BACKENDS, Backend
-from outrider.cluster.link import local_transport
-from outrider.cluster.link.authentication import HELLO_NONCE_BYTES, Handshake, SealedTransport, new_hello
-from outrider.cluster.link.link import LinkError, Transport, TransportError
+from outrider.cluster.link.frame import Frame, FrameError, FrameKind, decode, encode
+from outrider.cluster.link.wire import Curve, HostWire, LinkError, Wire, WireError
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -34,15 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VERIFIER_RANK, DRAFTER_RANK = 0, 1
-_ROLES = ("verifier", "drafter")
-"""By rank."""
 
-_LONGEST_ADDRESS = 255
-
-_WIRE, _NO_WIRE = "drafter/wire", "none"
-"""Key of the store, and the value of a drafter that leaves: it was to be the local socket, and cannot be."""
-
-_NOT_LOCAL = "link.backend: local is for two processes of one machine; set auto"
+_TOKEN_BYTES = 32
+_PORT_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +44,32 @@ class LinkInvitation:
 
     epoch: int
     backend: Backend
-    """auto: a local socket where both ends are on one machine and the drafter reaches it, else Gloo."""
+    host: str
+    """The verifier's address."""
 
-    store_host: str
-    store_port: int
-    capacity_words: int
-    """Length of a whole frame, header included, in both directions."""
+    addresses: tuple[str, str]
+    """Of the two directions over TCP, the drafter's first."""
+
+    local_addresses: tuple[str, str] | None
+    """The same within a machine; None where the drafter is on another one."""
+
+    key: bytes = field(repr=False)
+    """The verifier's public key of CURVE. It is made for this link, and whoever does not know it cannot connect."""
+
+    token: bytes = field(repr=False)
+    """What the drafter says first."""
 
     round_deadline_ms: float
     link_deadline_ms: float
     vocab_size: int
     num_speculative_tokens: int
     verifier_id: str
-    sealed: bool
-    """Frames carry a keyed MAC."""
-
     vocabulary: tuple[str, ...] = ()
     """What the target's token ids mean (vocabulary.Marks); (): not known."""
 
-    machine: str = ""
-    """The verifier's (local_transport.machine)."""
 
-    socket_name: str = ""
-    """Of its local socket; "" where there is none."""
-
-
-CompleteLink = Callable[[float], Transport]
-"""Call once with a timeout in seconds: waits for the drafter and returns the transport, or raises LinkError."""
+CompleteLink = Callable[[float], Wire]
+"""Call once with a timeout in seconds: waits for the drafter and returns the wire, or raises LinkError."""
 
 
 def host_link(
@@ -85,113 +77,195 @@ def host_link(
     host: str,
     epoch: int,
     backend: Backend,
-    capacity_words: int,
     round_deadline_ms: float,
     link_deadline_ms: float,
     vocab_size: int,
     num_speculative_tokens: int,
     verifier_id: str,
-    secret: bytes,
-    sealed: bool,
     vocabulary: tuple[str, ...] = (),
     device: str | None = None,
 ) -> tuple[LinkInvitation, CompleteLink]:
-    """Verifier's side: open a store on a free port of `host` and invite one drafter.
+    """Listen, and invite one drafter: the verifier's side.
 
-    host: the address of this machine that the drafter can reach; loopback when both share a machine. Nothing
-    listens on any other interface.
-    secret: of the application. sealed, vocabulary: see LinkInvitation.
-    device: of the verifier, for a link of DEVICE_BACKENDS; None: the first.
-    Drop the returned function, or let it fail, and the store is gone. Raises LinkError when `host` cannot be bound, and
-    for a local link where there are no local sockets.
+    Drop the returned function, or let it fail, and nobody listens any more. Raises LinkError when `host` cannot be
+    bound.
+
+    Args:
+        host: the address of this machine that the drafter can reach; loopback when both share a machine. Nothing
+            listens on any other interface.
+        vocabulary: see LinkInvitation.
+        device: of the verifier, for a link of DEVICE_BACKENDS; None: the first.
     """
-    machine = local_transport.machine() if backend in ("auto", "local") else ""
-    if backend == "local" and not machine:
-        raise LinkError("link.backend: local needs Linux, with /proc; set auto")
-    store: list[TCPStore] = [open_store(host)]
+    address = _resolved(host)
+    curve = Curve.new()
+    wires = [HostWire("tcp", curve, listens=True, ipv6=":" in address)]
+    try:
+        addresses = wires[0].bind(address)
+    except WireError as error:
+        raise LinkError(f"link host {host!r}: cannot listen there: {error}; give an address of this machine") from error
+    local_addresses = None
+    if ipaddress.ip_address(address).is_loopback:
+        local = HostWire("ipc", listens=True)
+        try:
+            local_addresses = local.bind()
+            wires.append(local)
+        except WireError as error:
+            logger.info("no local sockets, so TCP carries links within this machine: %s", error)
     invitation = LinkInvitation(
         epoch=epoch,
         backend=backend,
-        store_host=host,
-        store_port=store[0].port,
-        capacity_words=capacity_words,
+        host=address,
+        addresses=addresses,
+        local_addresses=local_addresses,
+        key=curve.public,
+        token=secrets.token_bytes(_TOKEN_BYTES),
         round_deadline_ms=round_deadline_ms,
         link_deadline_ms=link_deadline_ms,
         vocab_size=vocab_size,
         num_speculative_tokens=num_speculative_tokens,
         verifier_id=verifier_id,
-        sealed=sealed,
         vocabulary=vocabulary,
-        machine=machine,
-        socket_name=local_transport.new_name() if machine else "",
     )
 
-    def complete(timeout_s: float) -> Transport:
-        if not store:
-            raise LinkError(f"link of {verifier_id}, epoch {epoch}: this invitation was used up; host a new link")
-        server = store.pop()
-        check_device(invitation.backend)
-        # A transport keeps its store for as long as it lives. This one is a client, so that the server can go.
+    def complete(timeout_s: float) -> Wire:
+        if not wires:
+            raise LinkError(f"{_who(invitation)}: this invitation was used up; host a new link")
+        listening = wires.copy()
+        wires.clear()
+        chosen: HostWire | None = None
         try:
-            client = _client(server.host, server.port, timeout_s)
-        except RuntimeError as error:
-            raise LinkError(f"{_who(invitation)}: its own store does not answer: {_first_line(error)}") from error
-        with _listener(invitation) or nullcontext() as listener:
-            return _connect(client, VERIFIER_RANK, invitation, secret, host, timeout_s, device, listener)
+            check_device(backend)
+            chosen = _await_drafter(listening, invitation, timeout_s)
+            return _answered(chosen, invitation, timeout_s, device)
+        except LinkError:
+            if chosen is not None:
+                chosen.end()
+            raise
+        finally:
+            for wire in listening:
+                if wire is not chosen:
+                    wire.end()
 
     return invitation, complete
 
 
-def join_link(invitation: LinkInvitation, secret: bytes, timeout_s: float) -> Transport:
-    """Drafter's side: answer an invitation. secret: of the application. Raises LinkError when the verifier is not there
-    in time or does not hold the secret, and for frames without a MAC from another machine."""
-    check_device(invitation.backend)
-    host, port = invitation.store_host, invitation.store_port
-    if not invitation.sealed and not ipaddress.ip_address(host).is_loopback:
-        raise LinkError(f"{_who(invitation)}: frames without a MAC are for one machine, not for a verifier at {host}")
+def _await_drafter(wires: list[HostWire], invitation: LinkInvitation, timeout_s: float) -> HostWire:
+    """Return the wire on which the drafter has said hello. What anybody else says is ignored."""
     deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        wire = HostWire.first_ready(wires, left_s)
+        if wire is not None and (said := wire.recv(0.0)) is not None:
+            hello = _hello(said, invitation)
+            if hello is not None and hmac.compare_digest(hello.payload, invitation.token):
+                return wire
+            logger.warning("%s: ignored a hello that is not the invited drafter's", _who(invitation))
+    raise LinkError(f"{_who(invitation)}: no drafter within {timeout_s:.1f} s")
+
+
+def _answered(wire: HostWire, invitation: LinkInvitation, timeout_s: float, device: str | None) -> Wire:
+    """Answer the drafter's hello. Returns the wire of the link."""
+    if not wire.wait_for_reader(timeout_s):
+        raise LinkError(f"{_who(invitation)}: the drafter does not read")
+    wire.hide()
+    if invitation.backend not in DEVICE_BACKENDS:
+        wire.send(encode(FrameKind.HELLO, invitation.epoch))
+        return wire
+    server = open_store(invitation.host)
+    # A device's groups keep their store for as long as they live. This one is a client, so that the server can go.
+    store = _store_client(invitation.host, server.port, timeout_s)
+    wire.send(encode(FrameKind.HELLO, invitation.epoch, server.port.to_bytes(_PORT_BYTES, "little")))
+    made = _device_wire(store, VERIFIER_RANK, invitation, timeout_s, device)
+    wire.end(linger_s=1.0)
+    return made
+
+
+def join_link(invitation: LinkInvitation, timeout_s: float) -> Wire:
+    """Answer an invitation: the drafter's side. Raises LinkError when the verifier does not answer in time."""
+    check_device(invitation.backend)
+    deadline = time.monotonic() + timeout_s
+    local = invitation.local_addresses
+    if local is not None and _is_own_socket(local[0].removeprefix("ipc://")):
+        wire = HostWire("ipc", listens=False)
+        addresses = local
+    else:
+        wire = HostWire("tcp", Curve.new(server=invitation.key), listens=False, ipv6=":" in invitation.host)
+        addresses = invitation.addresses
     try:
-        # Tells in one line what TCPStore tells in three stack traces, and which of our addresses reaches the peer.
-        with socket.create_connection((host, port), timeout=timeout_s) as probe:
-            local_host = probe.getsockname()[0]
-        store = _client(host, port, deadline - time.monotonic())
-    except (OSError, RuntimeError) as error:
-        raise LinkError(f"{_who(invitation)}: no answer at {host}:{port}: {_first_line(error)}") from error
-    return _connect(store, DRAFTER_RANK, invitation, secret, local_host, deadline - time.monotonic(), None)
+        wire.connect(addresses)
+        wire.send(encode(FrameKind.HELLO, invitation.epoch, invitation.token))
+        said = wire.recv(timeout_s)
+        hello = None if said is None else _hello(said, invitation)
+        if hello is None:
+            raise LinkError(f"none within {timeout_s:.1f} s")
+        if invitation.backend not in DEVICE_BACKENDS:
+            return wire
+        left_s = max(deadline - time.monotonic(), 0.001)
+        store = _store_client(invitation.host, int.from_bytes(hello.payload, "little"), left_s)
+        made = _device_wire(store, DRAFTER_RANK, invitation, left_s, None)
+        wire.end()
+        return made
+    except LinkError as error:
+        wire.end()
+        raise LinkError(f"{_who(invitation)}: no answer at {addresses[0]}: {error}") from error
 
 
-def _listener(invitation: LinkInvitation) -> socket.socket | None:
-    """The verifier's local socket, where there is to be one."""
-    if not invitation.socket_name:
+def _hello(data: bytes, invitation: LinkInvitation) -> Frame | None:
+    """Return the hello of this link, or None for anything else."""
+    try:
+        frame = decode(data, invitation.epoch)
+    except FrameError:
         return None
+    return frame if frame.kind is FrameKind.HELLO else None
+
+
+def _is_own_socket(path: str) -> bool:
+    """Returns whether a socket of this user is there. In another container of the machine it is not."""
     try:
-        return local_transport.listen(invitation.socket_name)
-    except TransportError as error:
-        if invitation.backend == "local":
-            raise LinkError(f"{_who(invitation)}: {error}; set link.backend: auto") from error
-        _say_once(f"{invitation.verifier_id}: {error}: Gloo carries its links")
-        return None  # the drafter finds that out by itself
+        found = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def check_device(backend: str) -> None:
-    """Raises LinkError for a backend that this process cannot have."""
+    """Raise LinkError for a backend that this process cannot have."""
     if (device_type := DEVICE_BACKENDS.get(backend)) is not None:
-        from outrider.cluster.link.transport import DeviceTransport
+        from outrider.cluster.link.device_wire import DeviceWire
 
-        DeviceTransport.check(backend, device_type)
+        DeviceWire.check(backend, device_type)
 
 
-def _client(host: str, port: int, timeout_s: float) -> TCPStore:
+def _device_wire(
+    store: Store, rank: int, invitation: LinkInvitation, connect_timeout_s: float, device: str | None
+) -> Wire:
+    from outrider.cluster.link.device_wire import DeviceWire
+
+    return DeviceWire(
+        store,
+        rank,
+        backend=invitation.backend,
+        device=device or DEVICE_BACKENDS[invitation.backend],
+        connect_timeout_s=connect_timeout_s,
+    )
+
+
+def _store_client(host: str, port: int, timeout_s: float) -> TCPStore:
     from torch.distributed import TCPStore
 
-    return TCPStore(host, port, None, False, timeout=_seconds(max(timeout_s, 0.001)), wait_for_workers=False)
+    try:
+        return TCPStore(host, port, None, False, timeout=datetime.timedelta(seconds=timeout_s), wait_for_workers=False)
+    except RuntimeError as error:
+        raise LinkError(f"no store at {host}:{port}: {_first_line(error)}") from error
 
 
 def open_store(host: str, world_size: int | None = None, *, shared: bool = False) -> TCPStore:
-    """A key-value store on a free port of `host`, an address of this machine, and on no other interface.
+    """Open a key-value store on a free port of `host`, an address of this machine, and on no other interface.
 
-    world_size: None when any number may come. shared: whoever opens one on the same port in this process gets this one.
     Raises LinkError when `host` cannot be bound.
+
+    Args:
+        world_size: None when any number of processes may come.
+        shared: whoever opens one on the same port in this process gets this one.
     """
     from torch.distributed import TCPStore
 
@@ -204,163 +278,23 @@ def open_store(host: str, world_size: int | None = None, *, shared: bool = False
     try:
         # TCPStore left to itself listens on every interface.
         return TCPStore(
-            host, port, world_size, True, timeout=_seconds(10), wait_for_workers=False, multi_tenant=shared,
-            master_listen_fd=listener.detach(),
+            host, port, world_size, True, timeout=datetime.timedelta(seconds=10), wait_for_workers=False,
+            multi_tenant=shared, master_listen_fd=listener.detach(),
         )  # fmt: skip
     except RuntimeError as error:
         raise LinkError(f"link host {host!r}: no store on port {port}: {_first_line(error)}") from error
 
 
-def _connect(
-    store: Store,
-    rank: int,
-    invitation: LinkInvitation,
-    secret: bytes,
-    local_host: str,
-    timeout_s: float,
-    device: str | None,
-    listener: socket.socket | None = None,
-) -> Transport:
-    """listener: the verifier's local socket."""
-    from torch.distributed import PrefixStore
-
-    role, peer = _ROLES[rank], _ROLES[1 - rank]
-    deadline = time.monotonic() + timeout_s
-    store = PrefixStore(f"link/{invitation.epoch}", store)
-    transport: Transport | None = None
+def _resolved(host: str) -> str:
+    """Return the address of a host's name. Raises LinkError for one that has none."""
     try:
-        handshake = _meet(store, rank, invitation, secret, local_host, deadline)
-        if invitation.socket_name:
-            transport = _local_transport(store, rank, invitation, handshake, deadline, listener)
-        if transport is None:
-            transport = _transport(store, rank, invitation, local_host, max(deadline - time.monotonic(), 0.001), device)
-        # The store goes with the verifier's own end of it, so the last word there is the drafter's, who reads no more.
-        if rank == VERIFIER_RANK:
-            store.set(f"{role}/connected", "")
-        store.wait([f"{peer}/connected"], _until(deadline))
-        if rank == DRAFTER_RANK:
-            store.set(f"{role}/connected", "")
-    except RuntimeError as error:
-        if transport is not None:
-            transport.abort()
-        if isinstance(error, LinkError):
-            raise
-        raise LinkError(f"{_who(invitation)}: no {peer} within {timeout_s:.1f} s: {_first_line(error)}") from error
-    if not invitation.sealed:
-        return transport
-    return SealedTransport(transport, send_key=handshake.frame_key(role), receive_key=handshake.frame_key(peer))
-
-
-def _meet(
-    store: Store, rank: int, invitation: LinkInvitation, secret: bytes, local_host: str, deadline: float
-) -> Handshake:
-    """Raises RuntimeError when the peer is not there in time, LinkError when it does not hold the secret."""
-    role, peer = _ROLES[rank], _ROLES[1 - rank]
-    hellos = {role: new_hello(local_host)}
-    store.set(role, hellos[role])
-    store.wait([peer], _until(deadline))
-    hellos[peer] = store.get(peer)
-    if len(hellos[peer]) > HELLO_NONCE_BYTES + _LONGEST_ADDRESS:
-        raise LinkError(f"{_who(invitation)}: what came from the {peer}'s side is no hello; somebody else is there")
-    handshake = Handshake(secret, repr(invitation), (hellos[_ROLES[VERIFIER_RANK]], hellos[_ROLES[DRAFTER_RANK]]))
-    store.set(f"{role}/proof", handshake.proof(role))
-    store.wait([f"{peer}/proof"], _until(deadline))
-    if not handshake.proves(peer, store.get(f"{peer}/proof")):
-        raise LinkError(
-            f"{_who(invitation)}: the {peer}'s side does not hold the application's secret; nothing was sent. Somebody "
-            "else reaches this link's rendezvous, or the registry was made anew meanwhile and the next try helps"
-        )
-    return handshake
-
-
-def _local_transport(
-    store: Store,
-    rank: int,
-    invitation: LinkInvitation,
-    handshake: Handshake,
-    deadline: float,
-    listener: socket.socket | None,
-) -> Transport | None:
-    """None: another wire it is. Raises LinkError where there must be none, or the local one fails."""
-    verifiers, drafters = (handshake.socket_word(role) for role in _ROLES)
-    if rank == DRAFTER_RANK:
-        finish = _dial(store, invitation, drafters, verifiers, deadline)
-        if finish is None:
-            return None
-        connected = finish()
-    else:
-        store.wait([_WIRE], _until(deadline))
-        said = store.get(_WIRE).decode("ascii", "replace")
-        if said == _NO_WIRE:
-            raise LinkError(f"{_who(invitation)}: the drafter is not where it could reach a local socket; {_NOT_LOCAL}")
-        if said != "local" or listener is None:
-            return None
-        connected = local_transport.accept(listener, verifiers, drafters, deadline)
-    return local_transport.LocalTransport(
-        connected, invitation.capacity_words, send_timeout_s=invitation.link_deadline_ms / 1000
-    )
-
-
-def _dial(
-    store: Store, invitation: LinkInvitation, own_word: bytes, peer_word: bytes, deadline: float
-) -> Callable[[], socket.socket] | None:
-    """The drafter's side: try the verifier's local socket, and tell it which wire it is."""
-    try:
-        if invitation.machine != local_transport.machine():
-            raise TransportError("the verifier is on another machine")
-        finish = local_transport.dial(invitation.socket_name, own_word, peer_word, deadline)
-    except TransportError as error:
-        if invitation.backend == "local":
-            store.set(_WIRE, _NO_WIRE)
-            raise LinkError(f"{_who(invitation)}: {error}; {_NOT_LOCAL}") from error
-        store.set(_WIRE, "gloo")
-        if invitation.machine == local_transport.machine():
-            _say_once(f"{invitation.verifier_id} is on this machine, but {error}: Gloo carries its links")
-        return None
-    store.set(_WIRE, "local")
-    return finish
-
-
-@functools.lru_cache(maxsize=1024)
-def _say_once(text: str) -> None:
-    logger.info("%s", text)
-
-
-def _transport(
-    store: Store, rank: int, invitation: LinkInvitation, local_host: str, connect_timeout_s: float, device: str | None
-) -> Transport:
-    send_timeout_s = invitation.link_deadline_ms / 1000
-    if invitation.backend in ("gloo", "auto"):
-        from outrider.cluster.link.transport import GlooTransport
-
-        return GlooTransport(
-            store, rank, local_host=local_host, connect_timeout_s=connect_timeout_s, send_timeout_s=send_timeout_s
-        )
-    if (device_type := DEVICE_BACKENDS.get(invitation.backend)) is not None:
-        from outrider.cluster.link.transport import DeviceTransport
-
-        return DeviceTransport(
-            store,
-            rank,
-            backend=invitation.backend,
-            device=device or device_type,
-            capacity_words=invitation.capacity_words,
-            connect_timeout_s=connect_timeout_s,
-            send_timeout_s=send_timeout_s,
-        )
-    raise LinkError(f"{_who(invitation)}: backend {invitation.backend!r} is none of {', '.join(get_args(Backend))}")
+        return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise LinkError(f"link host {host!r}: cannot listen there: {error}; give an address of this machine") from error
 
 
 def _who(invitation: LinkInvitation) -> str:
     return f"link of {invitation.verifier_id}, epoch {invitation.epoch}"
-
-
-def _until(deadline: float) -> datetime.timedelta:
-    return _seconds(max(deadline - time.monotonic(), 0.001))
-
-
-def _seconds(value: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=value)
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ APP, REPLICA, DRAFTER = "keeper-test", "r1", "Drafter:keeper-test"
 LINKED_S = 90.0
 """For a link, or a process, that is made anew: both come within seconds, and the keeper tries every other second."""
 
-CAPACITY, VOCAB, K = 4096, 1000, 4
+VOCAB, K = 1000, 4
 CONFIG = parse_config({"target": {"model": "t"}, "drafter": {"method": "ngram"}, "link": {"link_deadline_ms": 120_000}})
 
 
@@ -46,16 +46,12 @@ def silent_drafter() -> Any:
         def accept_link(self, invitation: Any, timeout_s: float) -> None:
             from outrider.cluster.link import Link, join_link
             from outrider.cluster.link.codec import unpack
-            from outrider.cluster.registry import application_secret
 
             link = Link(
-                join_link(invitation, application_secret("keeper-test", timeout_s), timeout_s),
+                join_link(invitation, timeout_s),
                 epoch=invitation.epoch,
-                capacity_words=invitation.capacity_words,
                 link_deadline_s=invitation.link_deadline_ms / 1e3,
-                decode=lambda payload: unpack(
-                    payload, invitation.vocab_size, invitation.num_speculative_tokens, invitation.capacity_words
-                ),
+                decode=lambda payload: unpack(payload, invitation.vocab_size, invitation.num_speculative_tokens),
                 name="silent",
             )
             link.start()
@@ -93,7 +89,6 @@ def links(registry: Any) -> Iterator[queue.SimpleQueue[Link]]:
         CONFIG,
         ReplicaIdentity(REPLICA, registry_name(APP)),
         vocab_size=VOCAB,
-        capacity_words=CAPACITY,
         decode=lambda payload: unpack(payload, VOCAB, K),
         on_link=up.put,
     )

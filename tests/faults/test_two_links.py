@@ -1,12 +1,13 @@
 """A model drafter serves two links at once, and refuses links that are not for it."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import ray
 
 from outrider.cluster.link import Link, LinkError, host_link
-from outrider.cluster.link.codec import frame_capacity_words, pack, unpack
+from outrider.cluster.link.codec import pack, unpack
 from outrider.cluster.link.messages import (
     Close,
     CloseReason,
@@ -16,7 +17,6 @@ from outrider.cluster.link.messages import (
     PrefetchedProposal,
     ProposalStatus,
 )
-from outrider.cluster.registry import application_secret
 from outrider.v1 import generation_pb2 as pb
 from tests.support.cluster.serving import HANG_GUARD_S, K, wait_until
 from tests.support.load.traffic import Traffic
@@ -27,22 +27,18 @@ pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(90
 PROMPT = list(b"The drafter may go at any time. ")
 MAX_TOKENS = 300
 FOREIGN_EPOCH = 1_000_000
-CAPACITY = frame_capacity_words(16, K)
 
 
 def foreign_link(epoch, **changes):
-    """A target's side, of another application's secret unless given one: the invitation, and what completes it."""
+    """A target's side of a link: the invitation, and what completes it."""
     told = {
         "host": "127.0.0.1",
-        "backend": "gloo",
-        "capacity_words": CAPACITY,
+        "backend": "auto",
         "round_deadline_ms": 1000,
         "link_deadline_ms": 20_000,
         "vocab_size": VOCAB_SIZE,
         "num_speculative_tokens": K,
         "verifier_id": "test",
-        "secret": bytes(32),
-        "sealed": False,
     }
     return host_link(epoch=epoch, **told | changes)
 
@@ -50,13 +46,11 @@ def foreign_link(epoch, **changes):
 @pytest.fixture
 def second_link(pair):
     """A verifier's end of another link to the pair's live drafter, made in this process."""
-    secret = application_secret(pair.config.serving.app_name, HANG_GUARD_S)
-    invitation, complete = foreign_link(FOREIGN_EPOCH, secret=secret, sealed=True)
+    invitation, complete = foreign_link(FOREIGN_EPOCH)
     joining = pair.drafter().accept_link.remote(invitation, HANG_GUARD_S)
     link = Link(
         complete(HANG_GUARD_S),
         epoch=FOREIGN_EPOCH,
-        capacity_words=CAPACITY,
         link_deadline_s=20.0,
         decode=lambda payload: unpack(payload, VOCAB_SIZE, K),
         name="test",
@@ -84,13 +78,13 @@ def follow(link, reference, handle, prompt, rounds):
     or not."""
     tokens, drafted, ahead = list(prompt), {}, []
     opened = Open(handle, len(tokens), 0, list(tokens), K, DraftSampling())
-    link.post(pack([opened], CAPACITY))
+    link.post(pack([opened]))
     answer = next_answer(link, ahead)
     assert (answer.request, answer.status) == (handle, ProposalStatus.READY)
     committed = [65]
     for number in range(rounds):
         base = len(tokens)
-        link.post(pack([Commit(handle, base, committed, K, K)], CAPACITY))
+        link.post(pack([Commit(handle, base, committed, K, K)]))
         tokens += committed
         answer = next_answer(link, ahead)
         assert (answer.request, answer.base_committed_len) == (handle, len(tokens))
@@ -116,7 +110,7 @@ def test_one_drafter_serves_two_links(pair, second_link):
     assert after.rounds.drafted_rounds > before.drafted_rounds, "the first link's requests were drafted for meanwhile"
     assert after.link.state == pb.LINK_STATE_UP
     wait_until(lambda: pair.drafter_status()["num_sequences"] == 2, HANG_GUARD_S, "only the second link's are left")
-    second_link.post(pack([Close(1, CloseReason.FINISHED)], CAPACITY))
+    second_link.post(pack([Close(1, CloseReason.FINISHED)]))
     wait_until(lambda: pair.drafter_status()["num_sequences"] == 1, HANG_GUARD_S, "one of them is closed")
     second_link.close("enough")
 
@@ -128,8 +122,9 @@ def test_one_drafter_serves_two_links(pair, second_link):
     assert pair.status().link.epoch == after.link.epoch, "the other link is untouched"
 
 
-def test_a_link_of_another_application_is_refused(pair):
+def test_a_drafter_without_the_token_of_the_invitation_gets_no_link(pair):
     invitation, complete = foreign_link(FOREIGN_EPOCH + 1)
+    invitation = replace(invitation, token=bytes(32))
     with ThreadPoolExecutor(1) as pool:
         hosted = pool.submit(complete, 20.0)
         with pytest.raises(LinkError, match="test"):

@@ -1,26 +1,30 @@
 """The other end of a link, in a process of its own.
 
-Run as a module this file is that process: it reads one JSON job a line, joins that link, echoes every frame until the
+Run as a module this file is that process: it reads one job a line, joins that link, echoes every frame until the
 link breaks, and reports the reason as one JSON line.
 """
 
+import base64
 import contextlib
-import dataclasses
 import json
 import os
+import pickle
+import queue
 import select
 import signal
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import tests.support.devices.cpu_device  # noqa: F401 - registers its backend
-from outrider.cluster.link import Link, LinkError, LinkInvitation, host_link, join_link
+from outrider.cluster.link import Link, LinkError, host_link, join_link
 from outrider.cluster.link.codec import pack, unpack
+from outrider.cluster.link.frame import FrameKind
 
 VOCAB, K = 1000, 4
-CAPACITY = 4096
 DEADLINE_S = 2.0
 """The deadline of a link whose end by silence is looked at."""
 
@@ -30,28 +34,22 @@ AGES_S = 600.0
 HANG_S = 60.0
 """Only a guard against hanging; nothing here measures speed."""
 
-KIND_WORD, DATA = 4, 1
-SECRET = bytes(range(32))
-"""The secret of the application that both ends belong to."""
+KIND_BYTE = 2
 
 
 class FlipBit:
-    """A transport that damages one word of the first DATA frame, after the checksum was written."""
+    """A wire that damages one byte of the first DATA frame."""
 
-    def __init__(self, transport, word):
-        self._transport, self._word = transport, word
+    def __init__(self, wire, index):
+        self._wire, self._index = wire, index
+        self.recv, self.end = wire.recv, wire.end
 
-    def start_send(self, buffer):
-        if buffer[KIND_WORD] == DATA and self._word is not None:
-            buffer[self._word] ^= 1 << 7
-            self._word = None
-        return self._transport.start_send(buffer)
-
-    def recv(self, buffer, timeout_s):
-        self._transport.recv(buffer, timeout_s)
-
-    def abort(self):
-        self._transport.abort()
+    def send(self, frame):
+        if frame[KIND_BYTE] == FrameKind.DATA and self._index is not None:
+            frame = bytearray(frame)
+            frame[self._index] ^= 1 << 7
+            self._index = None
+        self._wire.send(bytes(frame))
 
 
 def invite(epoch, verifier_id, **changes):
@@ -59,24 +57,35 @@ def invite(epoch, verifier_id, **changes):
     arguments = {
         "host": "127.0.0.1",
         "epoch": epoch,
-        "backend": "gloo",
-        "capacity_words": CAPACITY,
+        "backend": "auto",
         "round_deadline_ms": 100,
         "link_deadline_ms": AGES_S * 1000,
         "vocab_size": VOCAB,
         "num_speculative_tokens": K,
         "verifier_id": verifier_id,
-        "secret": SECRET,
-        "sealed": False,
     }
     return host_link(**arguments | changes)
 
 
-def make_link(transport, epoch, name, deadline_s, **options):
+def connected(backend, **changes):
+    """Two wires of this process that are connected, the verifier's first. backend: as Wire.backend names it."""
+    invitation, complete = invite(1, "test", backend=asked(backend), **changes)
+    joined = queue.SimpleQueue()
+    seen = invitation if backend != "tcp" else replace(invitation, local_addresses=None)
+    threading.Thread(target=lambda: joined.put(join_link(seen, HANG_S))).start()
+    here, there = complete(HANG_S), joined.get(timeout=HANG_S)
+    assert here.backend == there.backend == backend
+    return here, there
+
+
+def asked(backend):
+    return "auto" if backend in ("ipc", "tcp") else backend
+
+
+def make_link(wire, epoch, name, deadline_s, **options):
     link = Link(
-        transport,
+        wire,
         epoch=epoch,
-        capacity_words=CAPACITY,
         link_deadline_s=deadline_s,
         decode=partial(unpack, vocab_size=VOCAB, max_tokens_k=K),
         name=name,
@@ -88,16 +97,16 @@ def make_link(transport, epoch, name, deadline_s, **options):
 
 def peer_main():
     for line in sys.stdin:
-        job = json.loads(line)
-        invitation = LinkInvitation(**{**job["invitation"], "vocabulary": ()})
-        transport = FlipBit(join_link(invitation, SECRET, HANG_S), job["flip_word"])
-        link = make_link(transport, invitation.epoch, "peer", invitation.link_deadline_ms / 1000)
+        job = pickle.loads(base64.b64decode(line))
+        invitation = job["invitation"]
+        wire = FlipBit(join_link(invitation, HANG_S), job["flip_byte"])
+        link = make_link(wire, invitation.epoch + job["epoch_offset"], "peer", invitation.link_deadline_ms / 1000)
         echoed = 0
         while link.broken is None:
             received = link.poll(0.2)
             if received is not None:
                 with contextlib.suppress(LinkError):
-                    link.post(pack(received.messages, CAPACITY), work_us=received.work_us + 1)
+                    link.post(pack(received.messages), work_us=received.work_us + 1)
                     echoed += 1
         link.abort("done")
         assert link.join(HANG_S), "a thread or the wire is left"
@@ -105,9 +114,9 @@ def peer_main():
 
 
 class Peer:
-    """The other process, and links to it. backend: theirs."""
+    """The other process, and links to it. backend: theirs, as Wire.backend names it."""
 
-    def __init__(self, backend="gloo"):
+    def __init__(self, backend="ipc"):
         self.backend = backend
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.echo_peer"],  # which makes a bare checkout importable
@@ -121,20 +130,22 @@ class Peer:
 
     def link(
         self,
-        flip_word=None,
-        sealed=False,
-        backend=None,
+        flip_byte=None,
+        epoch_offset=0,
+        close_after=0,
         deadline_s=AGES_S,
         **options,
     ):
         self.epoch += 1
-        changes = {"sealed": sealed, "backend": backend or self.backend, "link_deadline_ms": deadline_s * 1000}
+        changes = {"backend": asked(self.backend), "link_deadline_ms": deadline_s * 1000}
         invitation, complete = invite(self.epoch, "test", **changes)
         job = {
-            "invitation": dataclasses.asdict(invitation),
-            "flip_word": flip_word,
+            "invitation": invitation if self.backend != "tcp" else replace(invitation, local_addresses=None),
+            "flip_byte": flip_byte,
+            "epoch_offset": epoch_offset,
+            "close_after": close_after,
         }
-        self.process.stdin.write(json.dumps(job).encode() + b"\n")
+        self.process.stdin.write(base64.b64encode(pickle.dumps(job)) + b"\n")
         link = make_link(complete(60), self.epoch, f"link{self.epoch}", deadline_s, **options)
         self.links.append(link)
         return link

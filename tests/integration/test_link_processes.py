@@ -1,6 +1,5 @@
-"""Links between two real processes, over Gloo, over a local socket and over a device's wire with CPU memory: echo,
-damage, silence, death, and a new epoch after each. What a link makes of frames is in tests/unit/link.
- tests/gpu/test_nccl.py runs parts of it over NCCL."""
+"""Links between two real processes, over ipc, over tcp and over a device's wire with CPU memory: echo, damage, silence,
+death, and a new epoch after each. tests/gpu/test_nccl.py runs parts of it over NCCL."""
 
 import contextlib
 import os
@@ -8,25 +7,23 @@ import queue
 import signal
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from outrider.cluster.backends import DEVICE_BACKENDS
-from outrider.cluster.link import (
-    LinkError,
-)
+from outrider.cluster.link import LinkError, WireError
 from outrider.cluster.link.codec import pack
-from outrider.cluster.link.frame import HEADER_WORDS
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals
 from outrider.cluster.modes import Mode
-from tests.integration.echo_peer import CAPACITY, DEADLINE_S, HANG_S, K, Peer
+from tests.integration.echo_peer import DEADLINE_S, HANG_S, K, Peer, connected
 from tests.support.devices import cpu_device
 from tests.support.load.stalls import Stalls
 from tests.support.threads import threads_end
 
-BACKENDS = ("gloo", "local", cpu_device.BACKEND)
+BACKENDS = ("ipc", "tcp", cpu_device.BACKEND)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -52,6 +49,28 @@ def mortal_peer(request):
     peer.end()
 
 
+@pytest.fixture(params=BACKENDS)
+def ends(request):
+    """Two wires that are connected, and a deadline that never comes."""
+    here, there = connected(request.param)
+    yield here, there
+    here.end()
+    there.end()
+
+
+@pytest.fixture(params=("ipc", "tcp"))
+def host_ends(request):
+    here, there = connected(request.param)
+    yield here, there
+    here.end()
+    there.end()
+
+
+pytestmark = pytest.mark.timeout(300)
+
+LONG = 4 << 20
+"""Bytes of a frame that no socket takes at once."""
+
 ROUND = [
     Open(1, 3, 0, [1, 2, 3], K, DraftSampling(Mode.COUPLED, 0.7, seed=42)),
     Commit(1, 3, [4], 4, 2),
@@ -61,7 +80,7 @@ ROUND = [
 
 
 def echo(link, messages):
-    link.post(pack(messages, CAPACITY), work_us=10)
+    link.post(pack(messages), work_us=10)
     received = link.poll(HANG_S)
     assert received is not None, link.broken
     assert received.messages == messages
@@ -94,13 +113,39 @@ def test_close_reaches_the_peer_with_its_reason(peer):
     assert peer.report() == {"broken": "closed by peer: verifier leaves", "echoed": 1}
 
 
-def test_damaged_frame_is_never_delivered_and_a_new_epoch_works(peer):
-    link = peer.link(flip_word=HEADER_WORDS + 5)
-    link.post(pack(ROUND, CAPACITY))
-    assert until_broken(link).startswith("bad frame: checksum")
+def test_closed_by_the_peer(peer):
+    reasons = queue.SimpleQueue()
+    link = peer.link(close_after=1, on_broken=reasons.put)
+    echo(link, ROUND)
+    assert reasons.get(timeout=HANG_S) == "closed by peer: had enough"
+    assert peer.report()["broken"] == "closed on this side: had enough"
+
+
+@pytest.mark.parametrize(
+    ("flip_byte", "reason"),
+    [
+        pytest.param(0, "bad frame: version", id="version"),
+        pytest.param(4, "bad frame: epoch", id="epoch"),
+        pytest.param(12, "bad frame: payload", id="payload"),
+    ],
+)
+def test_damaged_frame_is_never_delivered_and_a_new_epoch_works(peer, flip_byte, reason):
+    link = peer.link(flip_byte=flip_byte)
+    link.post(pack(ROUND))
+    assert until_broken(link).startswith(reason)
     assert link.poll(0) is None
     assert peer.report()["broken"].startswith("connection lost")
     echo(peer.link(), ROUND)
+
+
+def test_frame_of_another_epoch_is_never_delivered(peer):
+    link = peer.link(epoch_offset=1)
+    link.post(pack(ROUND))
+    # Whichever side hears the other first ends the link; the other then loses the connection.
+    reasons = [until_broken(link), peer.report()["broken"]]
+    expected = f"found {link.epoch}, expected {link.epoch + 1}", f"found {link.epoch + 1}, expected {link.epoch}"
+    assert any(f"epoch: {text}" in reason for reason in reasons for text in expected)
+    assert link.poll(0) is None
 
 
 def test_stopped_peer(mortal_peer):
@@ -113,7 +158,7 @@ def test_stopped_peer(mortal_peer):
         while link.broken is None and time.monotonic() - start < HANG_S:
             before = time.monotonic()
             with contextlib.suppress(LinkError):
-                link.post(pack(ROUND, CAPACITY))
+                link.post(pack(ROUND))
             link.poll(0)
             calls.append((before, time.monotonic()))
             time.sleep(0.005)
@@ -147,7 +192,7 @@ def kill_the_peer_of_a_link(new_peer):
         assert link.poll(HANG_S) is None
         link.abort("done")
         assert link.join(HANG_S), "a thread or the wire is left"
-    assert torch.ones(CAPACITY, device=DEVICE_BACKENDS[peer.backend]).sum() == CAPACITY
+    assert torch.ones(64, device=DEVICE_BACKENDS[peer.backend]).sum() == 64
     echo(new_peer().link(), ROUND)
     return reason
 
@@ -206,3 +251,88 @@ def test_ended_links_leave_nothing(peer):
         time.sleep(0.05)
     assert (left() <= before).all(), f"descriptors, threads, Python threads: {before} before, {left()} after"
     peer.link()
+
+
+def test_end_wakes_a_receiver_here_and_is_noticed_there(ends):
+    """Long before any deadline, and however often `end` is called."""
+    here, there = ends
+    outcomes = queue.SimpleQueue()
+
+    def waits(wire):
+        try:
+            wire.recv(1000)
+        except WireError as error:
+            outcomes.put(str(error))
+
+    threads = [threading.Thread(target=waits, args=(wire,), daemon=True) for wire in ends]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    assert outcomes.empty()
+    there.end()
+    there.end()
+    ended = [outcomes.get(timeout=HANG_S) for _ in ends]
+    assert "ended on this side" in ended
+    for call in (lambda: there.send(b"x"), lambda: there.recv(0)):
+        with pytest.raises(WireError, match="ended on this side"):
+            call()
+    here.end()
+
+
+def test_a_wire_may_end_while_other_threads_send_and_receive(ends):
+    """ZeroMQ's sockets crash a process that closes them under another thread's hands."""
+    started = threading.Barrier(7)
+
+    def until_it_ends(operation):
+        started.wait(HANG_S)
+        with contextlib.suppress(WireError):
+            while True:
+                operation()
+
+    jobs = [partial(wire.send, b"x" * 5000) for wire in ends for _ in range(2)] + [
+        partial(wire.recv, 1) for wire in ends
+    ]
+    threads = [threading.Thread(target=until_it_ends, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    started.wait(HANG_S)
+    for wire in ends:
+        wire.end()
+    for thread in threads:
+        thread.join(HANG_S)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("size", [0, 1, 40_000, LONG])
+def test_frames_of_all_lengths_pass_whole_and_in_order(ends, size):
+    """Longer than what a socket or a device's tensor holds, too, both ways at once."""
+    frames = [bytes([index]) * (size + index) for index in range(3)]
+    for wire in ends:
+        for frame in frames:
+            wire.send(frame)
+    for wire in ends:
+        for frame in frames:
+            assert wire.recv(HANG_S) == frame
+        assert wire.recv(0.0) is None
+
+
+def test_what_was_sent_before_the_end_arrives(host_ends):
+    here, there = host_ends
+    for index in range(50):
+        there.send(bytes([index]))
+    there.end(linger_s=HANG_S)
+    assert [here.recv(HANG_S) for _ in range(50)] == [bytes([index]) for index in range(50)]
+    with pytest.raises(WireError):
+        here.recv(HANG_S)
+
+
+def test_a_peer_that_does_not_read_delays_nobody_who_sends(host_ends):
+    """Once very much is unsent, it is refused."""
+    here, _ = host_ends
+
+    def sends_on():
+        for _ in range(100_000):
+            here.send(b"x" * 10_000)
+
+    with pytest.raises(WireError, match="does not read"):
+        sends_on()

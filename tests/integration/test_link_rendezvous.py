@@ -1,138 +1,162 @@
-"""Which wire a link gets, and links that never come about: a side that stays away, a host that is not ours, a device's
-wire without a device, a local socket that is elsewhere."""
+"""Which wire a link gets, who may be its other end, and links that never come about."""
 
-import logging
+import os
 import queue
 import socket
+import stat
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from outrider.cluster.link import LinkError, join_link, local_transport
-from tests.integration.echo_peer import CAPACITY, HANG_S, SECRET, invite
+from outrider.cluster.backends import DEVICE_BACKENDS
+from outrider.cluster.link import LinkError, WireError, join_link
+from outrider.cluster.link.frame import FrameKind, encode
+from outrider.cluster.link.wire import Curve, HostWire
+from tests.integration.echo_peer import HANG_S, connected, invite
 
 pytestmark = pytest.mark.timeout(120)
 
+TIMEOUT_S = 2.0
 
-def meet(invitation, complete, timeout_s=HANG_S):
-    """The wires, or errors, of verifier and drafter."""
+
+def meet(invitation, complete, seen=None, timeout_s=HANG_S):
+    """Returns the wires, or errors, of verifier and drafter. seen: the invitation as the drafter has it."""
     outcomes = {}
 
     def run(side, end):
         try:
-            transport = end()
-            outcomes[side] = transport.backend
-            transport.abort()
+            outcomes[side] = end()
         except LinkError as error:
             outcomes[side] = error
 
-    drafter = threading.Thread(target=run, args=("drafter", lambda: join_link(invitation, SECRET, timeout_s)))
+    drafter = threading.Thread(target=run, args=("drafter", lambda: join_link(seen or invitation, timeout_s)))
     drafter.start()
     run("verifier", lambda: complete(timeout_s))
     drafter.join()
+    for made in outcomes.values():
+        if not isinstance(made, LinkError):
+            made.end()
     return outcomes["verifier"], outcomes["drafter"]
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize(("asked", "wire"), [("auto", "local"), ("local", "local"), ("gloo", "gloo")])
-def test_the_wire_within_a_machine(asked, wire, sealed):
-    assert meet(*invite(1, "near", backend=asked, sealed=sealed)) == (wire, wire)
+def folder_of(invitation):
+    return Path(invitation.local_addresses[0].removeprefix("ipc://")).parent
 
 
-@pytest.fixture
-def apart(monkeypatch, tmp_path):
-    """What the drafter finds: another machine, or this one from where the verifier's socket is not to be seen."""
-
-    def set_apart(how):
-        if how == "machine":
-            boot_id = tmp_path / "boot_id"
-            boot_id.write_text("another\n")
-            monkeypatch.setattr(local_transport, "_BOOT_ID", boot_id)
-        else:
-            listen = local_transport.listen
-            monkeypatch.setattr(local_transport, "listen", lambda name: listen(f"{name}-in-another-container"))
-
-    return set_apart
+def test_within_a_machine_it_is_ipc_in_a_folder_that_only_this_user_can_enter():
+    invitation, complete = invite(1, "near")
+    folder = folder_of(invitation)
+    assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    assert [made.backend for made in meet(invitation, complete)] == ["ipc", "ipc"]
+    assert not folder.exists()
 
 
-@pytest.mark.parametrize(("how", "said"), [("machine", 0), ("container", 1)])
-def test_where_the_socket_does_not_reach_it_is_gloo_and_that_is_said_once(apart, how, said, caplog):
-    caplog.set_level(logging.INFO)
-    invitations = [invite(epoch, f"far-{how}", backend="auto") for epoch in (1, 2)]
-    apart(how)
-    for invitation, complete in invitations:
-        assert meet(invitation, complete) == ("gloo", "gloo")
-    lines = [record.getMessage() for record in caplog.records if f"far-{how}" in record.getMessage()]
-    assert (
-        lines
-        == [
-            f"far-{how} is on this machine, but its local socket cannot be reached from here, as from another "
-            "container: Connection refused: Gloo carries its links"
-        ]
-        * said
-    )
+@pytest.mark.parametrize("how", ["elsewhere", "another user's", "no socket"])
+def test_where_the_socket_is_not_to_be_reached_it_is_tcp(how, monkeypatch, tmp_path):
+    """As from another container of the machine."""
+    invitation, complete = invite(1, "near")
+    seen = invitation
+    if how == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: -1)
+    else:
+        path = tmp_path / "socket"
+        if how == "no socket":
+            path.touch()
+        seen = replace(invitation, local_addresses=(f"ipc://{path}",) * 2)
+    assert [made.backend for made in meet(invitation, complete, seen)] == ["tcp", "tcp"]
+
+
+def test_where_no_socket_can_be_made_it_is_tcp(monkeypatch):
+    bind = HostWire.bind
+
+    def forbidden(wire, host=""):
+        if wire.backend == "ipc":
+            wire.end()
+            raise WireError("no such sockets here")
+        return bind(wire, host)
+
+    monkeypatch.setattr(HostWire, "bind", forbidden)
+    invitation, complete = invite(1, "v")
+    assert invitation.local_addresses is None
+    assert [made.backend for made in meet(invitation, complete)] == ["tcp", "tcp"]
+
+
+def test_an_address_of_another_machine_is_offered_tcp_alone():
+    own = socket.gethostbyname(socket.gethostname())
+    if own.startswith("127."):
+        pytest.skip("this machine has no other address")
+    invitation, complete = invite(1, "v", host=own)
+    assert invitation.local_addresses is None
+    assert [made.backend for made in meet(invitation, complete)] == ["tcp", "tcp"]
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
-    [("machine", "the verifier is on another machine"), ("container", "its local socket cannot be reached from here")],
+    ("backend", "knows_key", "knows_token"), [("ipc", True, False), ("tcp", True, False), ("tcp", False, True)]
 )
-def test_a_local_link_that_cannot_be_is_refused_by_name(apart, how, reason):
-    invitation, complete = invite(1, "apart", backend="local")
-    apart(how)
-    verifier, drafter = meet(invitation, complete)
-    advice = "link.backend: local is for two processes of one machine; set auto"
-    assert str(verifier) == f"link of apart, epoch 1: the drafter is not where it could reach a local socket; {advice}"
-    assert str(drafter).startswith(f"link of apart, epoch 1: {reason}")
-    assert str(drafter).endswith(advice)
+def test_whoever_was_not_invited_is_ignored_and_the_drafter_gets_the_link(backend, knows_key, knows_token):
+    invitation, complete = invite(1, "v")
+    near = invitation.local_addresses if backend == "ipc" else None
+    key = invitation.key if knows_key else Curve.new().public
+    stranger = HostWire(backend, None if near else Curve.new(server=key), listens=False)
+    stranger.connect(near or invitation.addresses)
+    stranger.send(encode(FrameKind.HELLO, 1, invitation.token if knows_token else bytes(32)))
+    stranger.end(linger_s=0.5)
+    made = meet(invitation, complete, replace(invitation, local_addresses=near))
+    assert [each.backend for each in made] == [backend] * 2
 
 
-def test_no_local_link_where_there_are_no_such_sockets(monkeypatch, tmp_path):
-    monkeypatch.setattr(local_transport, "_BOOT_ID", tmp_path / "none")
-    with pytest.raises(LinkError, match=r"link\.backend: local needs Linux"):
-        invite(1, "v", backend="local")
-    assert meet(*invite(1, "v", backend="auto")) == ("gloo", "gloo")
+def test_a_stranger_who_leaves_a_tcp_port_does_not_end_the_link():
+    here, there = connected("tcp")
+    port = here._receiver.last_endpoint.decode().rpartition(":")[2]
+    for _ in range(3):
+        socket.create_connection(("127.0.0.1", int(port))).close()
+    assert here.recv(0.5) is None
+    there.send(b"still here")
+    assert here.recv(HANG_S) == b"still here"
+    there.end()
+    with pytest.raises(WireError, match="the peer is gone"):
+        here.recv(HANG_S)
+    here.end()
 
 
-@pytest.mark.parametrize("what", ["socket", "listen"])
-def test_where_a_process_may_have_no_such_socket_it_is_gloo(monkeypatch, what):
-    """As where a sandbox forbids them."""
+def test_a_frame_between_machines_is_not_to_be_read_on_its_way():
+    """All that passes a proxy between the ends."""
+    invitation, complete = invite(1, "v")
+    passed, listeners, addresses = bytearray(), [], []
 
-    class Forbidden(socket.socket):
-        def __init__(self, family=-1, *arguments, **named):
-            if what == "socket" and family == socket.AF_UNIX:
-                raise PermissionError("no such sockets here")
-            super().__init__(family, *arguments, **named)
+    def carry(source, sink):
+        while data := source.recv(65536):
+            passed.extend(data)
+            sink.sendall(data)
 
-        def listen(self, *arguments):
-            if self.family == socket.AF_UNIX:
-                raise PermissionError("no such sockets here")
-            super().listen(*arguments)
+    def serve(listener, port):
+        near, _ = listener.accept()
+        far = socket.create_connection(("127.0.0.1", port))
+        threading.Thread(target=carry, args=(near, far), daemon=True).start()
+        threading.Thread(target=carry, args=(far, near), daemon=True).start()
 
-    monkeypatch.setattr(socket, "socket", Forbidden)
-    assert meet(*invite(1, "v", backend="auto")) == ("gloo", "gloo")
-    verifier, drafter = meet(*invite(2, "v", backend="local"), timeout_s=2.0)
-    assert "no such sockets here; set link.backend: auto" in str(verifier)
-    assert isinstance(drafter, LinkError)
-
-
-def test_a_stranger_at_the_store_cannot_choose_the_wire(monkeypatch):
-    """Only have the two disagree, and then there is no link."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    dial = local_transport.dial
-
-    def slow_dial(*arguments):
-        time.sleep(1.0)  # the verifier believes the stranger meanwhile
-        return dial(*arguments)
-
-    monkeypatch.setattr(local_transport, "dial", slow_dial)
-    invitation, complete = invite(1, "v", backend="auto")
-    client = TCPStore(invitation.store_host, invitation.store_port, None, False, wait_for_workers=False)
-    PrefixStore("link/1", client).set("drafter/wire", "gloo")
-    outcomes = meet(invitation, complete, timeout_s=5.0)
-    assert [isinstance(outcome, LinkError) for outcome in outcomes] == [True, True]
+    for address in invitation.addresses:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+        addresses.append(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        port = int(address.rpartition(":")[2])
+        threading.Thread(target=serve, args=(listener, port), daemon=True).start()
+    joined = queue.SimpleQueue()
+    seen = replace(invitation, addresses=tuple(addresses), local_addresses=None)
+    threading.Thread(target=lambda: joined.put(join_link(seen, HANG_S))).start()
+    here, there = complete(HANG_S), joined.get(timeout=HANG_S)
+    here.send(b"a text that nobody else may read")
+    assert there.recv(HANG_S) == b"a text that nobody else may read"
+    assert len(passed) > 500
+    for secret in (b"that nobody else", invitation.token, invitation.key):
+        assert secret not in passed
+    here.end()
+    there.end()
+    for listener in listeners:
+        listener.close()
 
 
 def test_verifier_whose_drafter_never_comes():
@@ -141,50 +165,48 @@ def test_verifier_whose_drafter_never_comes():
         complete(0.3)
     with pytest.raises(LinkError, match="used up"):
         complete(0.3)
-    with pytest.raises(LinkError, match=r"link of lonely, epoch 1: no answer at 127\.0\.0\.1"):
-        join_link(invitation, SECRET, 5)
+    assert not folder_of(invitation).exists()
+    with pytest.raises(
+        LinkError, match=r"link of lonely, epoch 1: no answer at tcp://127\.0\.0\.1:\d+: the peer is gone"
+    ):
+        join_link(invitation, HANG_S)
 
 
-def test_drafter_whose_verifier_never_completes():
+@pytest.mark.parametrize("changes", [{}, {"token": bytes(32)}, {"epoch": 2}], ids=["silent", "token", "epoch"])
+def test_drafter_whose_verifier_does_not_answer(changes):
     invitation, complete = invite(1, "absent")
-    with pytest.raises(LinkError, match=r"link of absent, epoch 1: no verifier within \d\.\d s"):
-        join_link(invitation, SECRET, 5.0)  # long enough to reach the store of a busy machine
-    del complete
+    hosted = []
 
-
-def test_drafter_that_is_slow_to_look(monkeypatch):
-    """The verifier leaves with its store as soon as it may; the drafter must have read what it needs by then."""
-    import torch.distributed
-
-    class SlowToLook(torch.distributed.PrefixStore):
-        def wait(self, keys, *timeout):
-            if keys == ["verifier/connected"]:
-                time.sleep(0.5)
-            super().wait(keys, *timeout)
-
-    monkeypatch.setattr(torch.distributed, "PrefixStore", SlowToLook)
-    invitation, complete = invite(1, "hasty")
-    outcome = queue.SimpleQueue()
-
-    def joins():
+    def host(complete=complete):
         try:
-            outcome.put(join_link(invitation, SECRET, HANG_S))
+            hosted.append(complete(TIMEOUT_S))
         except LinkError as error:
-            outcome.put(error)
+            hosted.append(error)
 
-    drafter = threading.Thread(target=joins)
-    drafter.start()
-    transport = complete(HANG_S)
-    drafter.join(HANG_S)
-    joined = outcome.get_nowait()
-    assert not isinstance(joined, LinkError), joined
-    joined.abort()
-    transport.abort()
+    hosting = threading.Thread(target=host)
+    if changes:
+        hosting.start()
+    with pytest.raises(LinkError, match=r"link of absent, epoch \d: no answer at ipc://"):
+        join_link(replace(invitation, **changes), TIMEOUT_S / 2)
+    if changes:
+        hosting.join()
+        assert isinstance(hosted[0], LinkError)
 
 
-def test_host_that_is_not_ours():
-    with pytest.raises(LinkError, match=r"'192\.0\.2\.1': cannot listen there"):
-        invite(1, "v", host="192.0.2.1")
+def test_an_invitation_that_is_dropped_leaves_nothing():
+    invitation, complete = invite(1, "v")
+    folder = folder_of(invitation)
+    assert folder.exists()
+    del complete
+    assert not folder.exists()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(invitation.addresses[0].rpartition(":")[2])))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_host_that_is_not_ours(host):
+    with pytest.raises(LinkError, match=rf"'{host}': cannot listen there"):
+        invite(1, "v", host=host)
 
 
 def cuda_is_there():
@@ -194,44 +216,22 @@ def cuda_is_there():
 
 
 @pytest.mark.skipif(cuda_is_there(), reason="needs a machine without CUDA")
-@pytest.mark.parametrize(("backend", "device"), [("nccl", "cuda"), ("hccl", "npu"), ("xccl", "xpu")])
-def test_a_device_s_wire_without_a_device_says_so(backend, device):
-    invitation, complete = invite(1, "cpu", backend=backend)
-    outcome = queue.SimpleQueue()
-
-    def joins():
-        try:
-            join_link(invitation, SECRET, HANG_S)
-        except LinkError as error:
-            outcome.put(str(error))
-
-    drafter = threading.Thread(target=joins)
-    drafter.start()
-    needs = f"{backend} needs a device of torch's kind {device} on both ends"
-    with pytest.raises(LinkError, match=needs):
-        complete(HANG_S)
-    drafter.join(HANG_S)
-    assert outcome.get_nowait().startswith(needs)
+@pytest.mark.parametrize("backend", ["nccl", "hccl", "xccl"])
+def test_a_device_s_wire_without_a_device_says_so_at_both_ends(backend):
+    needs = f"{backend} needs a device of torch's kind {DEVICE_BACKENDS[backend]} on both ends"
+    assert [str(error).startswith(needs) for error in meet(*invite(1, "cpu", backend=backend))] == [True, True]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not cuda_is_there(), reason="needs a CUDA device")
 def test_nccl_peer_never_comes():
-    """All that one GPU can show: the groups are made, the deadline is ours, abort works, the process lives."""
+    """All that one GPU can show: the groups are made, the deadline is ours, the end works, the process lives."""
     from torch.distributed import TCPStore
 
-    from outrider.cluster.link.transport import DeviceTransport
+    from outrider.cluster.link.device_wire import DeviceWire
 
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     start = time.monotonic()
     with pytest.raises(LinkError, match="nccl"):
-        DeviceTransport(
-            store,
-            0,
-            backend="nccl",
-            device="cuda:0",
-            capacity_words=CAPACITY,
-            connect_timeout_s=5,
-            send_timeout_s=1,
-        )
+        DeviceWire(store, 0, backend="nccl", device="cuda:0", connect_timeout_s=5)
     assert time.monotonic() - start < HANG_S

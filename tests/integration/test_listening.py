@@ -1,4 +1,5 @@
-"""Stores at which ranks and the ends of a link meet listen on one address: they take keys from whoever reaches them."""
+"""What listens where: the ends of a link, and the stores at which ranks meet, which take keys from whoever reaches
+them."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ def listening() -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
-def test_a_link_s_store_listens_where_it_was_told_to_alone(host: str) -> None:
+def test_a_link_listens_where_it_was_told_to_alone(host: str) -> None:
     before = listening()
     invitation, complete = invite(1, "v", host=host)
-    assert listening() - before == {(host, invitation.store_port)}
+    ports = {int(address.rpartition(":")[2]) for address in invitation.addresses}
+    assert listening() - before == {(host, port) for port in ports}
     del complete
 
 

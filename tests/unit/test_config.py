@@ -111,7 +111,7 @@ def test_defaults_are_complete() -> None:
         (tree(drafter={"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}), "prompt_lookup_min"),
         (tree(link={"round_deadline_ms": 500, "link_deadline_ms": 500}), "link_deadline_ms.*round_deadline_ms"),
         (tree(link={"round_deadline_ms": float("inf")}), "link.round_deadline_ms"),
-        (tree(link={"backend": "mpi"}), r"link\.backend: .*'gloo', 'nccl', 'hccl' or 'xccl'"),
+        (tree(link={"backend": "mpi"}), r"link\.backend: .*'nccl', 'hccl' or 'xccl'"),
         (tree(serving={"grpc_port": 65536}), "serving.grpc_port.*found 65536"),
         (tree(serving={"app_name": "a b"}), "serving.app_name"),
         (tree(speculation={"draft_top_n": 129}), "speculation.draft_top_n.*found 129"),
@@ -217,8 +217,24 @@ def test_a_device_s_wire_is_refused_where_the_drafter_has_no_device_of_its_own(d
     data = {"target": {"model": "t"}, "drafter": drafter}
     with pytest.raises(ConfigError, match=rf"^config: link\.backend: {backend} needs a device .*{message}"):
         parse_config({**data, "link": {"backend": backend}})
-    for other in ("auto", "local", "gloo"):
-        assert parse_config({**data, "link": {"backend": other}}).link.backend == other
+    assert parse_config({**data, "link": {"backend": "auto"}}).link.backend == "auto"
+
+
+@pytest.mark.parametrize("backend", ["nccl", "hccl", "xccl"])
+def test_a_device_s_wire_between_two_devices_is_taken(backend):
+    one = {"target": {"model": "t"}, "drafter": {"method": "draft_model", "model": "d"}, "link": {"backend": backend}}
+    assert parse_config(one).link.backend == backend
+
+
+def test_a_wire_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"link\.backend: .*'auto', 'nccl', 'hccl' or 'xccl'"):
+        parse_config({"target": {"model": "t"}, "link": {"backend": "mpi"}})
+
+
+@pytest.mark.parametrize("removed", ["local", "gloo"])
+def test_a_wire_that_was_removed_is_refused_with_what_to_write(removed):
+    with pytest.raises(ConfigError, match=rf"link\.backend: .*{removed} was removed; write auto"):
+        parse_config({"target": {"model": "t"}, "link": {"backend": removed}})
 
 
 @pytest.mark.parametrize(
@@ -314,7 +330,7 @@ def test_a_co_located_section_reaches_vllm_as_written(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("section", "key", "value"),
-    [("speculation", "verification", "coupled"), ("speculation", "adaptive", False), ("link", "backend", "gloo")],
+    [("speculation", "verification", "coupled"), ("speculation", "adaptive", False), ("link", "backend", "nccl")],
 )
 def test_settings_of_our_rounds_are_refused_where_vllm_drafts(section: str, key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{section}\.{key}: has no effect on drafter.placement: co_located"):

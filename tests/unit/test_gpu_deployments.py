@@ -33,7 +33,7 @@ def added() -> dict[str, dict[str, Any]]:
     """By name: what tests/gpu/engines adds."""
     return {
         **{method: target_and_lookup(MODELS, method) for method in ("ngram", "suffix")},
-        **{f"over {backend}": pair_over(MODELS, backend) for backend in ("gloo", "nccl")},
+        **{f"over {backend}": pair_over(MODELS, backend) for backend in ("auto", "nccl")},
         **{f"eager {both}": pair_with_graphs(MODELS, *both) for both in product((False, True), repeat=2)},
         **{f"kind {kind}": pair_of_kind(kind, TARGET, DRAFTER, 3) for kind in SIDES},
         **{f"measured, {ranks} ranks": measured_pair(TARGET, DRAFTER, 4, ranks) for ranks in (1, 2)},

@@ -38,7 +38,7 @@ class ScriptedKeeper(LinkKeeper):
         config = parse_config({"target": {"model": "m"}, "drafter": {"method": "ngram"}})
         identity = ReplicaIdentity("r1", "Registry")
         self.links = queue.Queue()
-        super().__init__(config, identity, vocab_size=9, capacity_words=64, decode=list, on_link=self.links.put)
+        super().__init__(config, identity, vocab_size=9, decode=list, on_link=self.links.put)
         self._node = "here"
         self.members = DrafterRegistry()
         self.members.renew(Member("r1", "D1", fingerprint=self._fingerprint), 1e9, now=0)
@@ -283,7 +283,7 @@ class Inviting(LinkKeeper):
     def __init__(self, target, drafter):
         config = parse_config({"target": {"model": target}, "drafter": drafter})
         identity = ReplicaIdentity("r1", "Registry")
-        super().__init__(config, identity, vocab_size=9, capacity_words=64, decode=list, on_link=list)
+        super().__init__(config, identity, vocab_size=9, decode=list, on_link=list)
 
     def _wait_until_ready(self, grant, drafter):
         return "10.0.0.1"
@@ -323,6 +323,4 @@ def test_a_verifier_without_the_backend_does_not_start(backend):
         {"target": {"model": "m"}, "drafter": {"method": "draft_model", "model": "d"}, "link": {"backend": backend}}
     )
     with pytest.raises(ConfigError, match=rf"^link\.backend: {backend} needs a device .* has no such backend"):
-        LinkKeeper(
-            config, ReplicaIdentity("r1", "Registry"), vocab_size=9, capacity_words=64, decode=list, on_link=print
-        )
+        LinkKeeper(config, ReplicaIdentity("r1", "Registry"), vocab_size=9, decode=list, on_link=print)

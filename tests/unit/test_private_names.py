@@ -12,8 +12,6 @@ USES_VLLM = ("actors/vllm_adapter/", "actors/serving/openai/", "deploy/bench/")
 """Its internals; its own serving classes and its engine by their public names."""
 
 USES_SERVE_PRIVATES = ("actors/serve_adapter/",)
-"""Public in spite of their names, of named tuples and os; torch's ProcessGroupGloo, and its table of backends;
-argparse's types."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A drafter that dies on its GPU, over Gloo and over NCCL, and one that serves two links."""
+"""A drafter that dies on its GPU, over ZeroMQ and over NCCL, and one that serves two links."""
 
 import signal
 
@@ -18,7 +18,7 @@ __all__ = ["second_link", "test_one_drafter_serves_two_links"]
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(2)]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
 def test_a_drafter_is_killed_and_the_next_one_drafts(added, models, backend):
     """Traffic checks every answer; a posted NCCL receive must be aborted before the target can go on."""
     pair = added(f"pair over {backend}", **pair_over(models, backend))

@@ -31,7 +31,7 @@ STATUS = {
         "reconnects": 1,
         "drafter": "Drafter-0",
         "rtt_us": 106.5,
-        "backend": "local",
+        "backend": "ipc",
     },
     "rounds": {"rounds": 10, "drafted": 30, "accepted": 15, "median": {"period_ms": 12.5, "samples": 10}},
     "target": {"running": 1, "waiting": 0, "kv_cache_usage": 0.25},
@@ -48,7 +48,7 @@ def test_the_status_of_the_target_is_passed_on(client: OutriderClient, meeting_p
     status = client.status()
     assert (status.model, list(status.methods), status.speculation_up) == ("pair", ["ngram"], True)
     assert (status.link.state, status.link.epoch, status.link.rtt_us) == (pb.LINK_STATE_UP, 2, 106.5)
-    assert status.link.backend == "local"
+    assert status.link.backend == "ipc"
     assert (status.rounds.accepted, status.rounds.median.period_ms) == (15, 12.5)
     assert status.target.kv_cache_usage == 0.25
     assert not status.HasField("drafter")

@@ -79,7 +79,7 @@ class Group:
         return self.work(lambda: group.recv(tensors, peer, tag))
 
     def abort(self):
-        """See GlooTransport.abort."""
+        """A receive that times out closes the pair, which wakes whoever waits on it."""
         if self._group is not None:
             with suppress(RuntimeError):
                 nothing = torch.empty(1, dtype=torch.int32)

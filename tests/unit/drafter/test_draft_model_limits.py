@@ -5,6 +5,7 @@ import json
 from collections import Counter
 
 import pytest
+import zmq
 
 from outrider.actors.drafter import load
 from outrider.actors.drafter.actor import Drafter
@@ -303,22 +304,22 @@ def test_a_head_is_cut_to_what_the_drafter_was_trained_on(monkeypatch, tmp_path)
 def invitation(vocab_size, vocabulary=()):
     return LinkInvitation(
         epoch=1,
-        backend="gloo",
-        store_host="127.0.0.1",
-        store_port=1,  # nobody listens there
-        capacity_words=4096,
+        backend="auto",
+        host="127.0.0.1",
+        addresses=("tcp://127.0.0.1:1", "tcp://127.0.0.1:1"),  # nobody listens there
+        local_addresses=None,
+        key=zmq.curve_keypair()[0],
+        token=bytes(32),
         round_deadline_ms=10.0,
         link_deadline_ms=100.0,
         vocab_size=vocab_size,
         num_speculative_tokens=4,
         verifier_id="v",
-        sealed=False,
         vocabulary=vocabulary,
     )
 
 
-def test_a_link_to_a_target_of_another_size_is_taken_and_its_tokens_alone_are_drawn(monkeypatch):
-    monkeypatch.setattr("outrider.actors.drafter.actor.application_secret", lambda *_: bytes(32))
+def test_a_link_to_a_target_of_another_size_is_taken_and_its_tokens_alone_are_drawn():
     proposer = DraftModelProposer(MemoryEngine(), 16, vocabulary=DraftVocabulary(VOCAB, 20))
     drafter = Drafter.__new__(Drafter)
     drafter._loop, drafter._app_name, drafter._vocabulary = DraftLoop(proposer), "outrider", ()
@@ -331,9 +332,8 @@ def test_a_link_to_a_target_of_another_size_is_taken_and_its_tokens_alone_are_dr
     assert proposer._num_drawable == VOCAB - 128
 
 
-def test_a_target_of_another_tokenizer_is_refused_and_told_why(monkeypatch):
+def test_a_target_of_another_tokenizer_is_refused_and_told_why():
     """Where nobody compared the checkpoints before; one that has nothing to compare is linked to."""
-    monkeypatch.setattr("outrider.actors.drafter.actor.application_secret", lambda *_: bytes(32))
     drafter = Drafter.__new__(Drafter)
     drafter._loop, drafter._app_name = DraftLoop(DraftModelProposer(MemoryEngine(), 16)), "outrider"
     drafter._vocabulary = ("a", "b", "c")

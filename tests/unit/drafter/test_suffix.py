@@ -180,14 +180,14 @@ def test_of_the_commits_of_an_unread_prompt_the_last_is_answered_once_if_it_want
 class Wire:
     """A link that keeps what is posted."""
 
-    epoch, broken, capacity_words = 1, None, 1 << 16
+    epoch, broken = 1, None
 
     def __init__(self):
         self.messages = []
 
     def post(self, payloads):
         for payload in payloads:
-            self.messages += unpack(payload, 20_000, 4, self.capacity_words)
+            self.messages += unpack(payload, 20_000, 4)
 
 
 def test_a_round_that_waits_for_an_unread_prompt_gets_its_drafts():

@@ -2,27 +2,18 @@
 
 import threading
 
-import numpy as np
 import pytest
 
 from outrider.cluster.link import Link
-from tests.unit.link.memory_transport import CAPACITY, SOON_S, MemoryTransport
+from tests.unit.link.memory_wire import SOON_S, MemoryWire
 
 
 @pytest.fixture
 def make_link():
     links = []
 
-    def make(transport, deadline_s=60.0, epoch=1, decode=np.ndarray.tolist, started=True, **options):
-        link = Link(
-            transport,
-            epoch=epoch,
-            capacity_words=CAPACITY,
-            link_deadline_s=deadline_s,
-            decode=decode,
-            name=f"test{len(links)}",
-            **options,
-        )
+    def make(wire, deadline_s=60.0, epoch=1, decode=bytes, started=True, **options):
+        link = Link(wire, epoch=epoch, link_deadline_s=deadline_s, decode=decode, name=f"test{len(links)}", **options)
         links.append(link)
         if started:
             link.start()
@@ -39,7 +30,7 @@ def make_link():
 @pytest.fixture
 def pair(make_link):
     def make(**options):
-        a, b = MemoryTransport.pair()
+        a, b = MemoryWire.pair()
         return make_link(a, **options), make_link(b, **options)
 
     return make

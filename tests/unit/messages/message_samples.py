@@ -3,7 +3,7 @@
 import numpy as np
 
 from outrider.cluster.link.codec import pack, unpack
-from outrider.cluster.link.frame import HEADER_WORDS, MAX_INT31
+from outrider.cluster.link.frame import MAX_INT31
 from outrider.cluster.link.messages import (
     MAX_ADAPTERS,
     MAX_BIAS,
@@ -25,7 +25,6 @@ from outrider.cluster.link.messages import (
 from outrider.cluster.modes import Mode
 
 VOCAB, K = 1000, 4
-CAPACITY = 256
 INF, NAN = float("inf"), float("nan")
 
 
@@ -59,8 +58,8 @@ def sparse_q(k=2, n=3):
     return SparseQ(np.arange(k * n, dtype=np.int32).reshape(k, n), probs)
 
 
-def lesson(rows=2, width=8, request=3, position=11):
-    ids = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+def lesson(rows=2, width=8, request=3, position=11, first=0):
+    ids = np.arange(first, first + rows * width, dtype=np.int32).reshape(rows, width)
     return TrainingSample(request, position, ids, np.log(np.full((rows, width), 0.9 / width)).astype(np.float16))
 
 
@@ -97,7 +96,5 @@ EVERY_KIND = [
 ]
 
 
-def repack(messages, capacity=CAPACITY, vocab_size=VOCAB, k=K):
-    payloads = pack(messages, capacity)
-    assert all(p.dtype == np.int32 and p.ndim == 1 and len(p) <= capacity - HEADER_WORDS for p in payloads)
-    return [message for payload in payloads for message in unpack(payload, vocab_size, k)]
+def repack(messages, vocab_size=VOCAB, k=K):
+    return [message for payload in pack(messages) for message in unpack(payload, vocab_size, k)]

@@ -3,12 +3,12 @@
 With a collector and real processes: tests/integration/test_traces_and_logs.py.
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
+from msgspec import structs
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -118,7 +118,7 @@ async def test_opentelemetry_traces_http_and_what_is_called_is_a_child(spans):
 
 def test_a_traced_request_s_rounds_are_reported_until_it_is_over_preempted_or_not(spans):
     def answer(message):
-        return [replace(each, origin=DraftOrigin.SIDE_BRANCH) for each in drafting([1, 2, 3])(message)]
+        return [structs.replace(each, origin=DraftOrigin.SIDE_BRANCH) for each in drafting([1, 2, 3])(message)]
 
     engine = Engine(answer, tracer=RoundTracer(spans.tracer))
     engine.begin(arrival(of=params(temperature=0.0, extra_args=asked(trace_headers=CALLER))), "not traced")

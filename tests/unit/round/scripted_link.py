@@ -58,7 +58,6 @@ class FakeLink:
     """What a conversation uses of a Link. answer: called with every message posted; what it returns arrives at once.
     sleep: called with seconds."""
 
-    capacity_words = 512
     epoch = 1
 
     def __init__(self, answer, sleep):
@@ -76,7 +75,7 @@ class FakeLink:
 
     def arrive(self, *proposals, work_us=0):
         if proposals:
-            self.inbox.append(Received(list(proposals), work_us, 0, 0))
+            self.inbox.append(Received(list(proposals), work_us))
 
     def poll(self, timeout_s=0.0):
         self.polls.append(timeout_s)

@@ -44,7 +44,7 @@ def test_frames_that_answer_nothing_do_not_make_a_round_wait_longer(frame_s):
         polls.append(timeout_s)
         assert len(polls) < 1000, "the step is held for ever"
         engine.sleep(frame_s)
-        return Received([Proposals(999, 4, [1])], 0, 0, 0)
+        return Received([Proposals(999, 4, [1])])
 
     step = engine.commit({"a": [8]})
     engine.link.poll = poll

@@ -60,7 +60,6 @@ REPLACED = {
     "vllm.v1.sample.sampler:Sampler.apply_logits_processors": ("logits", "sampling_metadata", "predict_bonus_token"),
     "vllm.v1.sample.sampler:Sampler.gather_logprobs": ("logprobs", "num_logprobs", "token_ids"),
     "vllm.v1.sample.logits_processor.interface:BatchUpdate": ("batch_size", "removed", "added", "moved"),
-    "torch.distributed:ProcessGroupGloo._Options": (),
     "torch.distributed:Backend._plugins": None,
 }  # fmt: skip
 """Functions and classes that are replaced, called or made with vLLM's private interface, by the parameters that are
