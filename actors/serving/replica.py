@@ -19,9 +19,8 @@ import ray
 from prometheus_client.core import Metric
 from ray import serve
 
-from outrider.actors.drafter.actor import DrafterStatus, drafter_name, find_actor, has_loaded, launch_drafter
+from outrider.actors.drafter.actor import DrafterStatus, drafter_name, find_actor, has_loaded
 from outrider.actors.learning.versions import status_of
-from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.logs import request_line
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.observability.start_up import StartUp
@@ -42,20 +41,16 @@ from outrider.actors.serve_adapter.replica_log import serve_log_kept
 from outrider.actors.serving.actor_calls import result_within
 from outrider.actors.serving.co_located import check_co_located
 from outrider.actors.serving.failures import silence_refusal_logs
+from outrider.actors.serving.launch import Launch
 from outrider.actors.serving.registry_client import CONTROL_TIMEOUT_S, RegistryClient
 from outrider.actors.vllm_adapter.watchdogs import HEARTBEAT, Heartbeat
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.drafter_registry import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
 from outrider.cluster.placement import (
-    V1_RUNNER,
     CorePlan,
-    RankPlacement,
     ReplicaPlacement,
-    float32_environment,
-    rank_environment,
 )
-from outrider.cluster.registry import registry_name
 
 if TYPE_CHECKING:
     from outrider.actors.serving.openai.app import OpenAIApp
@@ -84,11 +79,17 @@ class Target:
         core_plan: CorePlan | None,
         num_common_tokens: int | None = None,
     ) -> None:
-        self._config, self._placement, self._core_plan = config, placement, core_plan
-        self._num_common_tokens = num_common_tokens
+        self._config, self._core_plan = config, core_plan
         self._replica = serve.get_replica_context().replica_id.unique_id
-        self._group = ray.util.get_current_placement_group()
-        self._address = ray.get_runtime_context().gcs_address
+        self._launch = Launch(
+            config,
+            self._replica,
+            ray.get_runtime_context().gcs_address,
+            ray.util.get_current_placement_group(),
+            placement,
+            core_plan,
+            num_common_tokens,
+        )
         start_up = StartUp(logger)
         silence_refusal_logs()
         with serve_log_kept():
@@ -98,7 +99,7 @@ class Target:
             owned = drafter_name(self._replica) if drafter is not None and not drafter.pooled else None
             member = Member(self._replica, owned, fingerprint=fingerprint(config))
             self._registry_client = RegistryClient(config.serving.app_name, member)
-            self._drafter = self._start_drafter() if owned is not None else None
+            self._drafter = self._launch.start_drafter() if owned is not None else None
             self._drafter_status = DrafterStatus()
             await imports
             start_up.done("vllm imported by the replica")
@@ -298,49 +299,11 @@ class Target:
             None if owned is None else lambda: drafter.ask(owned, ANSWER_WITHIN_S),
         )
 
-    def _start_drafter(self) -> Any:
-        assert self._config.remote_drafter is not None
-        return launch_drafter(
-            self._config.remote_drafter,
-            self._config.speculation,
-            num_common_tokens=self._num_common_tokens,
-            replica=self._replica,
-            app_name=self._config.serving.app_name,
-            ray_address=self._address,
-            group=self._group,
-            placement=self._placement,
-            cores=self._cores("drafter"),
-            environment=process_environment(self._config.serving),
-        )
-
     def _start_engine(self) -> TargetEngine:
-        from outrider.actors.vllm_adapter.engine_args import target_vllm_config
         from outrider.actors.vllm_adapter.prompts import configured_chat_template
         from outrider.actors.vllm_adapter.target_engine import TargetEngine
 
-        runner = {} if self._config.co_located is not None else V1_RUNNER
-        os.environ.update(runner)
-        cores = self._cores("target")
-        target = self._config.target
-        names = [f"TargetRank-{rank}:{self._replica}" for rank in range(target.num_ranks)]
-        names[target.verifier_rank] = f"Verifier:{self._replica}"
-        ranks = RankPlacement(
-            self._address,
-            names,
-            list(self._placement.target_bundle_indices),
-            cores,
-            {
-                **rank_environment(cores),
-                **float32_environment(target.dtype),
-                **runner,
-                **process_environment(self._config.serving),
-            },
-        )
-        vllm_config = target_vllm_config(self._config, ranks, self._group)
-        vllm_config.additional_config["outrider_replica"] = {
-            "replica": self._replica,
-            "registry": registry_name(self._config.serving.app_name),
-        }
+        vllm_config = self._launch.target_vllm_config()
         vllm_config.additional_config[HEARTBEAT] = self._heartbeat.path
         return TargetEngine(
             vllm_config,
@@ -349,11 +312,6 @@ class Target:
             self._config.target.serves_lora,
             report_cached_tokens=self._config.serving.tenant_isolation,
         )
-
-    def _cores(self, side: str) -> list[list[int]] | None:
-        if self._core_plan is None:
-            return None
-        return [list(cores) for cores in getattr(self._core_plan, side)]
 
 
 class RoutingStats:

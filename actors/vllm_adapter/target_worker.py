@@ -14,7 +14,7 @@ from outrider.actors.round.length import FixedLengths, LengthController
 from outrider.actors.round.request import Deployment
 from outrider.actors.round.round import Round
 from outrider.actors.verification.search import target_top_k
-from outrider.actors.vllm_adapter import pipeline_stages
+from outrider.actors.vllm_adapter import checkpoint_transfer, pipeline_stages
 from outrider.actors.vllm_adapter.engine_args import worker_class
 from outrider.actors.vllm_adapter.executor import sleep_early
 from outrider.actors.vllm_adapter.target_runner import RoundRunner
@@ -76,6 +76,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        checkpoint_transfer.register()
         super().load_model(*args, **kwargs)
         if self.vllm_config.lora_config is not None and self.device.type == "cpu":
             spare_batches(self.model_runner.lora_manager)

@@ -14,6 +14,7 @@ from outrider.cluster.installed import installed_version
 
 COMMANDS = {
     "serve": "serve a target with its drafter until interrupted",
+    "run-batch": "answer a file of requests (OpenAI's batch format) without a server",
     "generate": "ask a running server for one answer",
     "keys": "make, list and revoke API keys",
     "fetch": "get a model, or a preset's models, onto this machine",
@@ -38,11 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         for name, summary in COMMANDS.items():
-            command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+            command = commands.add_parser(
+                name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
+            )
             if name == chosen:
-                importlib.import_module(f"outrider.deploy.cli.{name}").add_arguments(command)
-        args = parser.parse_args(arguments)
-        status = int(importlib.import_module(f"outrider.deploy.cli.{args.command}").run(args))
+                importlib.import_module(f"outrider.deploy.cli.{_module(name)}").add_arguments(command)
+        args, flags = parser.parse_known_args(arguments)
+        module = importlib.import_module(f"outrider.deploy.cli.{_module(args.command)}")
+        if flags and not getattr(module, "TAKES_FLAGS_OF_VLLM", False):
+            parser.error(f"unrecognized arguments: {' '.join(flags)}")
+        args.flags = flags
+        status = int(module.run(args))
         try:
             print(end="", flush=True)
         except BrokenPipeError:  # the reader of a pipe has ended
@@ -53,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return 1
     return status
+
+
+def _module(command: str) -> str:
+    return command.replace("-", "_")
 
 
 def _discard_output() -> None:

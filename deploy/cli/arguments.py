@@ -32,11 +32,15 @@ def positive(text: str) -> int:
     return number
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the configuration, and checkpoints in place of its own."""
-    parser.add_argument(
-        "config", metavar="CONFIG_OR_PRESET", help=f"a YAML file, or a preset: {', '.join(preset_names())}"
-    )
+def add_config_arguments(parser: argparse.ArgumentParser, or_model: bool = False) -> None:
+    """Adds which configuration, and what is put in place of its checkpoints. or_model: a MODEL may stand there."""
+    named = f"a YAML file, or a preset: {', '.join(preset_names())}"
+    if or_model:
+        parser.set_defaults(usage_error=parser.error)
+        parser.add_argument("config", metavar="MODEL", nargs="?", help=f"hub id or checkpoint directory; or {named}")
+        parser.add_argument("--config", dest="config_file", metavar="FILE", help="the same as FILE in place of MODEL")
+    else:
+        parser.add_argument("config", metavar="CONFIG_OR_PRESET", help=named)
     parser.add_argument("--target", metavar="PATH", help="checkpoint directory (or hub id) in place of target.model")
     parser.add_argument("--drafter", metavar="PATH", help="likewise for drafter.model")
 

@@ -9,22 +9,31 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import TextIO
+
+import yaml
 
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.deploy.cli import fail
 from outrider.deploy.cli.arguments import DTYPES, add_config_arguments
 from outrider.deploy.liveness import ServerDied
+from outrider.deploy.llm.flags import add_own_flags, config_from_flags
 from outrider.deploy.ports import reachable, settle_ports
-from outrider.deploy.preset import Overrides, is_preset, models_to_fetch, resolve_config
+from outrider.deploy.preset import Overrides, is_preset, models_to_fetch, preset_names, resolve_config
 from outrider.deploy.processes import Stopped, StopSignal
 from outrider.deploy.progress import Progress
 
 DASHBOARD_LIMIT_S = 180
 
 
+TAKES_FLAGS_OF_VLLM = True
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
+    add_config_arguments(parser, or_model=True)
+    add_own_flags(parser)
+    parser.add_argument("--print-config", action="store_true", help="print the configuration as YAML, and end")
     parser.add_argument("--dtype", choices=DTYPES, help="of target and draft model")
     parser.add_argument("--grpc-port", type=int, metavar="N", help="public gRPC port; 0 picks a free one")
     parser.add_argument("--http-port", type=int, metavar="N", help="public HTTP port; 0 picks a free one")
@@ -34,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until SIGINT or SIGTERM, or until Ray, Serve or the application ends. Returns the exit code, 1 after a
     failure."""
+    if args.print_config:
+        try:
+            print(as_yaml(resolve(args)), end="")
+        except ConfigError as error:
+            return fail(str(error), verbose=args.verbose)
+        return 0
     addresses = _claim_stdout(args.verbose)
     progress = Progress()
     stop = StopSignal()
@@ -87,14 +102,44 @@ def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
     from outrider.deploy.models.fetch import fetch
     from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, models_dir
 
-    overrides = Overrides(args.target, args.drafter, args.dtype, args.grpc_port, args.http_port)
-    settle_ports(resolve_config(args.config, overrides))  # before a fetch of minutes
+    settled = settle_ports(resolve(args))  # before a fetch of minutes
     if is_preset(args.config) and args.config in FETCHED_WHEN_MISSING:
-        for name in models_to_fetch(args.config, overrides):
+        for name in models_to_fetch(args.config, _overrides(args)):
             fetch(MODELS[name], models_dir(), progress)
-    config = settle_ports(resolve_config(args.config, overrides))
-    check_models(config)
-    return config
+        settled = settle_ports(resolve(args))
+    check_models(settled)
+    return settled
+
+
+def resolve(args: argparse.Namespace) -> OutriderConfig:
+    """Returns the configuration of a preset, of a YAML file, or of a MODEL with vLLM's flags. Raises ConfigError."""
+    config, model = args.config_file or args.config, args.config
+    if args.config_file is not None and model is not None:
+        raise ConfigError(f"--config: is given beside {model!r}; leave one of the two out")
+    if config is None:
+        args.usage_error(f"name a MODEL, a YAML file or a preset ({', '.join(preset_names())})")
+    args.config = config
+    if args.config_file is not None or is_preset(config) or Path(config).is_file():
+        if args.flags:
+            raise ConfigError(f"{args.flags[0]}: belongs to a MODEL; write it into the configuration file instead")
+        return resolve_config(config, _overrides(args))
+    if "/" not in config and not Path(config).is_dir():
+        raise ConfigError(
+            f"config: {config!r} is neither a preset ({', '.join(preset_names())}) nor a file, a checkpoint "
+            "directory or a hub id (ORGANIZATION/NAME)"
+        )
+    if args.target is not None:
+        raise ConfigError("--target: belongs to a preset or a file; the model is the target already")
+    return config_from_flags(config, args, args.flags)
+
+
+def _overrides(args: argparse.Namespace) -> Overrides:
+    return Overrides(args.target, args.drafter, args.dtype, args.grpc_port, args.http_port)
+
+
+def as_yaml(config: OutriderConfig) -> str:
+    """Returns the YAML of what is set in a configuration; a file of it gives the same configuration."""
+    return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
 
 def _claim_stdout(verbose: bool) -> TextIO:

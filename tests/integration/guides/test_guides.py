@@ -1,0 +1,96 @@
+"""What guides to vLLM's speculative decoding write, with small models: it runs and gives the target's own tokens, or it
+ends with one sentence that says what to write."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from tests.support.models import tiny_heads
+from tests.support.models.offline_llm import run_jobs
+from tests.support.models.reference import Reference
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
+
+PROMPTS = [list(b"The future of AI is"), list(b"one two one two one two one two")]
+NUM_TOKENS = 32
+
+GUIDES = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+    "ngram, both lengths": {
+        "method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2,
+    },
+    "draft model": {"method": "draft_model", "model": "drafter", "num_speculative_tokens": 5},
+    "draft model of two ranks": {
+        "method": "draft_model", "model": "drafter", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 2,
+    },
+    "eagle": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
+    "eagle3": {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 2},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 15},
+}  # fmt: skip
+
+IN_EVERY_RUN = ("ngram", "draft model")
+
+ARGUMENTS = {
+    "tensor_parallel_size": 1,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "async_scheduling": True,
+    "distributed_executor_backend": "mp",
+    "disable_log_stats": False,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 16 << 20,
+}
+
+
+def job(name, models, heads):
+    speculative = dict(GUIDES[name])
+    if (model := speculative.get("model")) is not None:
+        speculative["model"] = str(models.drafter if model == "drafter" else heads / model)
+    if model == "drafter":
+        speculative["kv_cache_memory_bytes"] = 16 << 20
+    arguments = {**ARGUMENTS, "model": str(models.target), "speculative_config": speculative}
+    if model not in (None, "drafter"):
+        arguments.pop("async_scheduling")  # on CPU, vLLM's own drafting does without
+    return {
+        "arguments": arguments,
+        "prompts": PROMPTS,
+        "params": {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True},
+    }
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    root = tmp_path_factory.mktemp("heads")
+    for name in ("eagle", "eagle3"):
+        getattr(tiny_heads, f"build_{name}")(root / name)
+    return root
+
+
+def check(names, models, heads):
+    reference = Reference(models.target)
+    expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    for name, found in zip(names, run_jobs([job(name, models, heads) for name in names]), strict=True):
+        assert "error" not in found, f"{name}: {found}"
+        assert found["tokens"] == expected, name
+        assert found["counters"]["vllm:spec_decode_num_drafts"] > 0, name
+        assert len(found["counters"]["vllm:spec_decode_num_accepted_tokens_per_pos"]), name
+
+
+def test_a_guide_s_draft_model_and_prompt_lookup(models, heads):
+    check(IN_EVERY_RUN, models, heads)
+
+
+@pytest.mark.exhaustive
+def test_the_other_methods_of_the_guides(models, heads):
+    check([name for name in GUIDES if name not in IN_EVERY_RUN], models, heads)
+
+
+def test_former_names_say_what_is_written_today(models):
+    with pytest.raises(TypeError, match=r"speculative_ratio: .* speculative_config"):
+        SamplingParams(temperature=0.7, speculative_ratio=4)
+    with pytest.raises(ValueError, match=r"speculative_model: .* speculative_config"):
+        LLM(model=str(models.target), speculative_model=str(models.drafter))
+    with pytest.raises(AttributeError, match=r"agenerate: .* AsyncLLM"):
+        object.__new__(LLM).agenerate(["x"], None)

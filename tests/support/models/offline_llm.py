@@ -1,0 +1,55 @@
+"""Runs ``outrider.LLM`` in a process of its own: jobs come as JSON on stdin, what they gave goes to stdout as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ROOT_OF_STDERR = 6000
+
+
+def run_jobs(jobs: Sequence[Mapping[str, Any]], timeout_s: float = 600) -> list[dict[str, Any]]:
+    """Returns for each job ``tokens`` (of each prompt) and ``counters``, or ``error``: what ended it.
+
+    A job has ``arguments`` of LLM, ``prompts`` as token ids, and ``params`` of SamplingParams.
+    """
+    command = [sys.executable, "-m", "tests.support.models.offline_llm"]
+    done = subprocess.run(command, input=json.dumps(list(jobs)), capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, done.stderr[-ROOT_OF_STDERR:]
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _run(job: Mapping[str, Any]) -> dict[str, Any]:
+    from outrider import LLM, SamplingParams
+
+    try:
+        llm = LLM(**job["arguments"])
+    except Exception as error:  # noqa: BLE001 - the test asks which
+        return {"error": f"{type(error).__name__}: {error}"}
+    with llm:
+        prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+        outputs = llm.generate(prompts, SamplingParams(detokenize=False, **job["params"]), use_tqdm=False)
+        counters = {}
+        for metric in llm.get_metrics():
+            if metric.name.startswith("vllm:spec_decode"):
+                counters[metric.name] = getattr(metric, "value", None) or getattr(metric, "values", None)
+        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "counters": counters}
+
+
+def main() -> None:
+    """Runs one job after the other on one Ray cluster."""
+    import ray
+
+    from outrider.deploy.llm.local import start_ray
+
+    start_ray(16.0)
+    print(json.dumps([_run(job) for job in json.loads(sys.stdin.read())]))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
