@@ -259,4 +259,3 @@ async def test_the_actor_answers_from_what_replicas_and_verifiers_tell_it():
     assert await registry.drain("p") == [], "there is no other drafter"
     await registry.leave("p")
     assert await registry.drafters() == {}
-    assert await registry.secret() != await Registry().secret()
