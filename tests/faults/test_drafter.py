@@ -127,20 +127,21 @@ def check_reason(deployment):
 
 
 def test_a_frame_of_it_is_damaged(ngram_pair, fault):
-    """One bit of one DATA frame flips on its way out of the live drafter, after the checksum was written. How each kind
-    of damage is noticed is in tests/unit/test_frame.py."""
+    """One bit of a DATA frame's epoch flips on its way out of the live drafter. How other damage is noticed is in
+    tests/integration/test_link_processes.py."""
 
-    def damage(drafter, word=19):
+    def damage(drafter):
         (link,) = drafter._links.values()
-        transport = link._transport
+        wire = link._wire
 
-        def start_send(buffer):
-            if buffer[4] == 1:
-                buffer[word] ^= 1 << 6
-                del transport.start_send  # the class's own again
-            return type(transport).start_send(transport, buffer)
+        def send(frame):
+            if frame[2] == 1:
+                frame = bytearray(frame)
+                frame[4] ^= 1 << 6
+                del wire.send  # the class's own again
+            type(wire).send(wire, bytes(frame))
 
-        transport.start_send = start_send
+        wire.send = send
 
     with Traffic(ngram_pair, PROMPT, MAX_TOKENS) as traffic:
         ray.get(ngram_pair.drafter().__ray_call__.remote(damage), timeout=HANG_GUARD_S)
