@@ -87,27 +87,6 @@ def drafters_die() -> Iterator[threading.Event]:
         killer.join()
 
 
-def test_a_drafter_whose_process_dies_whenever_it_loads_is_told_of_too(models: Models, tmp_path: Path) -> None:
-    """Ray starts it again by itself, and says nothing."""
-    with (
-        drafters_die() as over,
-        outrider_serve(models, tmp_path, drafter=pool_of(models.drafter), speculation=SPECULATION) as server,
-        OutriderClient(server.grpc) as client,
-    ):
-        told = wait_until(
-            lambda: [line for line in server.said() if DIED in line],
-            HANG_GUARD_S,
-            "the operator is told",
-        )
-        print(told[0])
-        over.set()
-
-        def drafts() -> int:
-            return num_draft_tokens(client.generate(PROMPT, temperature=0.0, max_tokens=100))
-
-        wait_until(lambda: drafts() > 0, TRIED_AGAIN_WITHIN_S, "an answer with drafts", every_s=1.0)
-
-
 def test_a_start_ends_whose_own_drafters_process_dies_whenever_it_loads(models: Models, tmp_path: Path) -> None:
     drafter = {"method": "draft_model", **engine(models.drafter)}
     config = write_config(tmp_path, models, drafter=drafter, speculation=SPECULATION)

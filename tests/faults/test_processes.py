@@ -1,8 +1,7 @@
 """Every kind of process of a server killed, stopped and slowed under load: what clients see, and what is left of it.
 
-Of other files: a drafter killed and stopped for longer than its link's deadline (test_drafter.py), a registry killed
-(test_registry.py), one target of several lost, or its engine stopped (test_lost_replica.py), a rank of a pipeline stage
-(tests/integration/test_pipeline.py).
+Of other files: a drafter killed, and stopped for longer than its link's deadline (test_drafter.py), one of several
+targets lost, or its engine stopped (test_lost_replica.py), a rank of a pipeline stage (integration/test_pipeline.py).
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ RANKS = {"both_tp2": (VERIFIER, "TargetRank-1"), "drafter_tp2": (DRAFTER, "Draft
 FOR_GOOD = "stopped for good"
 CASES = [
     *(("ngram_pair", what, how) for how in ("slowed", "stopped") for what in OF_A_PAIR),
-    *(("ngram_pair", what, "killed") for what in (CONTROLLER, INGRESS, PROXY, ENGINE_CORE, VERIFIER)),
+    *(("ngram_pair", what, "killed") for what in (CONTROLLER, REGISTRY, INGRESS, PROXY, ENGINE_CORE, VERIFIER)),
     *((name, rank, how) for name, ranks in RANKS.items() for rank in ranks for how in ("slowed", "stopped", "killed")),
     # Whichever rank is stopped for good, the others stand still with it.
     *((name, ranks[-1], FOR_GOOD) for name, ranks in RANKS.items()),

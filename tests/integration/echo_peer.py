@@ -101,7 +101,7 @@ def peer_main():
         job = pickle.loads(base64.b64decode(line))
         invitation = job["invitation"]
         wire = FlipBit(join_link(invitation, HANG_S), job["flip_byte"])
-        link = make_link(wire, invitation.epoch + job["epoch_offset"], "peer", invitation.link_deadline_ms / 1000)
+        link = make_link(wire, invitation.epoch, "peer", invitation.link_deadline_ms / 1000)
         echoed = 0
         while link.broken is None:
             received = link.poll(0.2)
@@ -135,8 +135,6 @@ class Peer:
     def link(
         self,
         flip_byte=None,
-        epoch_offset=0,
-        close_after=0,
         deadline_s=AGES_S,
         **options,
     ):
@@ -146,8 +144,6 @@ class Peer:
         job = {
             "invitation": invitation if self.backend != "tcp" else replace(invitation, local_addresses=None),
             "flip_byte": flip_byte,
-            "epoch_offset": epoch_offset,
-            "close_after": close_after,
         }
         self.process.stdin.write(base64.b64encode(pickle.dumps(job)) + b"\n")
         link = make_link(complete(60), self.epoch, f"link{self.epoch}", deadline_s, **options)

@@ -66,8 +66,9 @@ def test_a_bad_request_is_refused_by_field_and_the_server_goes_on(ngram_pair, ca
     wait_until_idle(ngram_pair, HANG_GUARD_S)
 
 
-def test_the_longest_prompt_there_is_room_for_is_served(ngram_pair):
-    prompt = [65 + i % 26 for i in range(MAX_MODEL_LEN - 1)]
-    answer = ngram_pair.client.generate(prompt, temperature=0.0)
+@pytest.mark.parametrize("room", [1, 40])
+def test_an_answer_ends_where_the_model_s_length_does(ngram_pair, room):
+    prompt = [65 + i % 26 for i in range(MAX_MODEL_LEN - room)]
+    answer = ngram_pair.client.generate(prompt, temperature=0.0, ignore_eos=True)
     assert answer.usage.total_tokens == MAX_MODEL_LEN
-    ngram_pair.reference.check(prompt, answer.token_ids, label="longest prompt")
+    ngram_pair.reference.check(prompt, answer.token_ids, label=f"room for {room}")

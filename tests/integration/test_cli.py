@@ -20,6 +20,7 @@ import pytest
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.processes import SHARED_MEMORY
 from tests.support.cluster.outrider_serve import ENDS_WITHIN_S, Served, command, outrider_serve, write_config
+from tests.support.cluster.processes import alive
 from tests.support.cluster.serving import HANG_GUARD_S, Models, engine, wait_until
 from tests.support.models.reference import Reference
 
@@ -80,14 +81,6 @@ def test_generate_json_prints_one_object_with_every_documented_key(server: Serve
     assert speculative["num_spec_steps"] == sum(speculative["acceptance_histogram"]) > 0
 
 
-def test_generate_without_speculation_says_the_same(server: Served) -> None:
-    options = ("--json", "--temperature", "0", "--max-tokens", "32")
-    drafted = json.loads(generate(server, *options, PROMPT).stdout)
-    plain = json.loads(generate(server, *options, "--no-speculation", PROMPT).stdout)
-    assert drafted["token_ids"] == plain["token_ids"]
-    assert plain["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
-
-
 def test_generate_streams_text_to_stdout_and_statistics_to_stderr(server: Served) -> None:
     done = generate(server, "--temperature", "0", "--max-tokens", "32", PROMPT)
     assert done.returncode == 0
@@ -100,15 +93,6 @@ def test_a_bad_request_is_one_line(server: Served) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "sampling.temperature" in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_ray_s_dashboard_listens_on_this_machine_alone(server: Served) -> None:
-    commands = []
-    for process in server.tree():
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            commands.append(process.cmdline())
-    (dashboard,) = (line for line in commands if any(part.endswith("dashboard/dashboard.py") for part in line))
-    assert [part for part in dashboard if part.startswith("--host=")] == ["--host=127.0.0.1"]
 
 
 def test_it_outlives_serve_s_controller(server: Served) -> None:
@@ -125,23 +109,6 @@ def test_it_outlives_serve_s_controller(server: Served) -> None:
     with OutriderClient(server.grpc) as client:
         assert client.generate(PROMPT, max_tokens=4, temperature=0.0, timeout_s=HANG_GUARD_S).token_ids
     assert server.process.poll() is None
-
-
-def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended within a minute. A zombie has, whoever is to reap it."""
-
-    def running() -> list[psutil.Process]:
-        found = []
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
-
-    give_up = time.monotonic() + 60
-    while (left := running()) and time.monotonic() < give_up:
-        time.sleep(0.1)
-    return left
 
 
 def the_controller(server: Served) -> psutil.Process | None:
@@ -165,7 +132,7 @@ def test_sigterm_ends_it_cleanly(server: Served, shared_memory_before: set[str])
             list(stream)
     assert server.process.stdout is not None
     assert server.process.stdout.read() == "", "one line on stdout, no more"
-    assert still_running(processes) == []
+    wait_until(lambda: not alive(processes), 60.0, "the end of all its processes")
     pids = {str(process.pid) for process in processes} | {str(server.process.pid)}
     left = shared_memory_entries() - shared_memory_before
     assert {name for name in left if pids & set(re.findall(r"\d+", name))} == set()
@@ -216,15 +183,13 @@ def test_a_drafter_of_another_vocabulary_is_refused(models: Models, tmp_path: Pa
     assert "272" in line
 
 
-@pytest.mark.parametrize("key", ["grpc", pytest.param("http", marks=pytest.mark.exhaustive)])
-def test_a_port_in_use_is_refused(models: Models, tmp_path: Path, key: str) -> None:
-    other = "http" if key == "grpc" else "grpc"
+def test_a_port_in_use_is_refused(models: Models, tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = str(listener.getsockname()[1])
-        line = refused(write_config(tmp_path, models), f"--{key}-port", port, f"--{other}-port", "0")
-    assert f"serving.gateway.{key}_port: port {port} is in use" in line
+        line = refused(write_config(tmp_path, models), "--grpc-port", port, "--http-port", "0")
+    assert f"serving.gateway.grpc_port: port {port} is in use" in line
 
 
 @pytest.mark.exhaustive  # tests/unit/test_cli.py has the line, test_sigterm_ends_it_cleanly what is left of a server

@@ -4,9 +4,6 @@ long before it would have come to its end: over gRPC, OpenAI's API, the page's A
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +13,6 @@ import openai
 import pytest
 from ray import serve
 
-from outrider.deploy.client.async_client import AsyncMethods, AsyncOutriderClient
 from outrider.deploy.client.handle import OutriderHandle
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
@@ -35,7 +31,6 @@ SOON_S = 0.25
 
 LONG = {"temperature": 0.0, "max_tokens": TO_GO, "ignore_eos": True}
 WAYS = pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
-swept = pytest.mark.exhaustive
 
 
 @pytest.fixture(autouse=True)
@@ -76,57 +71,8 @@ def code_of(stream: Any) -> grpc.StatusCode:
     return caught.value.code
 
 
-class Cable:
-    """Carries a TCP connection to a server, which can be cut: no goodbye, the server sees a reset."""
-
-    def __init__(self, address: str) -> None:
-        host, port = address.split(":")
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._upstream = (host, int(port))
-        self._ends: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        near, _ = self._listener.accept()
-        far = socket.create_connection(self._upstream)
-        self._ends = [near, far]
-        for source, sink in ((near, far), (far, near)):
-            threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
-
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                sink.sendall(data)
-        except OSError:
-            return
-
-    def cut(self) -> None:
-        self._listener.close()
-        for end in self._ends:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            end.shutdown(socket.SHUT_RD)  # wakes the thread that reads here
-            end.close()
-
-
 def test_a_grpc_stream_is_cancelled(pair: Deployment) -> None:
     started(pair, pair.client).close()
-
-
-def test_a_grpc_channel_is_closed(pair: Deployment) -> None:
-    client = OutriderClient(pair.address)
-    stream = started(pair, client)
-    client.close()
-    assert code_of(stream) is grpc.StatusCode.CANCELLED
-
-
-def test_a_connection_drops(pair: Deployment) -> None:
-    cable = Cable(pair.address)
-    with OutriderClient(cable.address) as client:
-        stream = started(pair, client)
-        cable.cut()
-        assert code_of(stream) is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_unary_grpc_call_is_cancelled(pair: Deployment) -> None:
@@ -146,21 +92,13 @@ def test_the_deadline_in_a_grpc_request_passes(pair: Deployment) -> None:
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_the_client_s_own_grpc_deadline_passes(pair: Deployment) -> None:
-    assert code_of(pair.client.stream(PROMPT, timeout_s=SOON_S, **LONG)) is grpc.StatusCode.DEADLINE_EXCEEDED
+@pytest.fixture
+def handle(pair: Deployment) -> OutriderHandle:
+    """Return the handle that another Serve application has."""
+    return OutriderHandle(serve.get_app_handle(pair.config.serving.app_name))
 
 
-@pytest.fixture(params=["client", "handle"])
-async def methods(pair: Deployment, request: pytest.FixtureRequest) -> Any:
-    """The asynchronous client over gRPC, and the handle that another Serve application has."""
-    if request.param == "client":
-        async with AsyncOutriderClient(pair.address) as client:
-            yield client
-    else:
-        yield OutriderHandle(serve.get_app_handle(pair.config.serving.app_name))
-
-
-async def ask(client: AsyncMethods, streaming: bool, **options: Any) -> None:
+async def ask(client: OutriderHandle, streaming: bool, **options: Any) -> None:
     """Ask, and read the answer until it is whole."""
     if streaming:
         async for _ in client.stream(PROMPT, **LONG, **options):
@@ -170,25 +108,24 @@ async def ask(client: AsyncMethods, streaming: bool, **options: Any) -> None:
 
 
 @WAYS
-async def test_the_task_that_waits_is_cancelled(pair: Deployment, methods: AsyncMethods, streaming: bool) -> None:
-    asking = asyncio.create_task(ask(methods, streaming))
+async def test_the_task_that_waits_is_cancelled(pair: Deployment, handle: OutriderHandle, streaming: bool) -> None:
+    asking = asyncio.create_task(ask(handle, streaming))
     await asyncio.to_thread(wait_until_running, pair)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
 
 
-@WAYS
-async def test_the_deadline_of_a_task_passes(methods: AsyncMethods, streaming: bool) -> None:
+async def test_the_deadline_of_a_task_passes(handle: OutriderHandle) -> None:
     with pytest.raises(OutriderError) as caught:
-        await ask(methods, streaming, timeout_s=SOON_S)
+        await ask(handle, streaming=True, timeout_s=SOON_S)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_request_of_a_task_is_aborted_by_its_id(methods: AsyncMethods) -> None:
-    async with methods.stream(PROMPT, request_id="to-be-ended", **LONG) as stream:
+async def test_a_request_of_a_task_is_aborted_by_its_id(handle: OutriderHandle) -> None:
+    async with handle.stream(PROMPT, request_id="to-be-ended", **LONG) as stream:
         await anext(stream)
-        assert await methods.abort("to-be-ended") is True
+        assert await handle.abort("to-be-ended") is True
         rest = [message async for message in stream]
     assert rest[-1].finish_reason == pb.FINISH_REASON_ABORT
 
@@ -209,22 +146,19 @@ def client(pair: Deployment) -> Iterator[openai.OpenAI]:
 
 
 OPENAI = {"temperature": 0, "max_tokens": TO_GO, "extra": {"ignore_eos": True}}
-BOTH_ENDPOINTS = pytest.mark.parametrize("endpoint", [chat, pytest.param(complete, marks=swept)])
 
 
-@BOTH_ENDPOINTS
-def test_an_openai_stream_is_closed(pair: Deployment, client: openai.OpenAI, endpoint: Any) -> None:
-    stream = endpoint(client, stream=True, **OPENAI)
+def test_an_openai_stream_is_closed(pair: Deployment, client: openai.OpenAI) -> None:
+    stream = chat(client, stream=True, **OPENAI)
     for _ in range(3):
         next(stream)
     assert pair.status().target.running == 1
     stream.close()
 
 
-@BOTH_ENDPOINTS
-def test_an_openai_client_gives_up_waiting(client: openai.OpenAI, endpoint: Any) -> None:
+def test_an_openai_client_gives_up_waiting(client: openai.OpenAI) -> None:
     with pytest.raises(openai.APITimeoutError):
-        endpoint(client, timeout=SOON_S, **OPENAI)
+        chat(client, timeout=SOON_S, **OPENAI)
 
 
 @WAYS
@@ -239,15 +173,9 @@ def test_the_deadline_of_an_openai_request_passes(client: openai.OpenAI, streami
         assert caught.value.status_code == 408
 
 
-@BOTH_ENDPOINTS
-@pytest.mark.parametrize("known_by", ["header", "answer"])
-def test_an_openai_request_is_aborted_over_grpc(
-    pair: Deployment, client: openai.OpenAI, endpoint: Any, known_by: str
-) -> None:
-    name = f"r-abort-{endpoint.__name__}-{known_by}"
-    events = iter(endpoint(client, stream=True, extra_headers={"x-request-id": name}, **OPENAI))
-    first = next(events)
-    assert name in first.id
-    assert pair.client.abort(name if known_by == "header" else first.id)
+def test_an_openai_request_is_aborted_over_grpc(pair: Deployment, client: openai.OpenAI) -> None:
+    events = iter(chat(client, stream=True, extra_headers={"x-request-id": "r-abort-chat"}, **OPENAI))
+    assert "r-abort-chat" in next(events).id
+    assert pair.client.abort("r-abort-chat")
     *_, last = events
     assert last.choices[0].finish_reason == "abort"

@@ -18,12 +18,9 @@ from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.support.cluster.serving import (
     HANG_GUARD_S,
-    MAX_MODEL_LEN,
     Deployment,
     drafted,
-    ended_early,
     num_accepted,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -47,13 +44,6 @@ def second_application(outrider: str) -> serve.Application:
                 async for message in rounds:
                     yield message.SerializeToString()
 
-        async def first_messages(self, count: int, prompt: list[int], **options: Any) -> int:
-            """Read so many, then close the stream."""
-            async with self._outrider.stream(prompt, **options) as rounds:
-                for _ in range(count):
-                    await anext(rounds)
-            return count
-
     return Caller.bind()
 
 
@@ -70,29 +60,6 @@ def caller(pair: Deployment) -> Iterator[DeploymentHandle]:
 @pytest.fixture
 def handle(pair: Deployment) -> OutriderHandle:
     return OutriderHandle(serve.get_app_handle(pair.config.serving.app_name))
-
-
-@pytest.fixture
-def freed(pair: Deployment) -> Iterator[None]:
-    """Around the early end of a request that has all of its tokens to go. The last fixture of those that ask for it:
-    what the others take down with them must not count."""
-    with ended_early(pair, MAX_MODEL_LEN - len(PROMPT)):
-        yield
-    assert pair.drafter_status()["num_sequences"] == 0
-
-
-async def ask(client: AsyncMethods, streaming: bool, **options: Any) -> None:
-    """Until the answer is whole."""
-    if streaming:
-        async for _ in client.stream(PROMPT, **options):
-            pass
-    else:
-        await client.generate(PROMPT, **options)
-
-
-def is_running(pair: Deployment) -> bool:
-    status = pair.status()
-    return status.target.running == status.drafter.running == 1
 
 
 @pytest.mark.exhaustive
@@ -115,24 +82,10 @@ async def test_a_second_application_gets_the_same_tokens_whole_and_round_by_roun
     assert not any(message.finish_reason for message in messages[:-1])
 
 
-async def test_a_closed_stream_frees_the_engine(caller: DeploymentHandle, freed: None) -> None:
-    assert await caller.first_messages.remote(3, PROMPT, temperature=0.0, ignore_eos=True) == 3
-
-
-@pytest.mark.exhaustive
-async def test_cancelling_the_second_application_s_own_caller_frees_the_engine(
-    pair: Deployment, caller: DeploymentHandle, freed: None
-) -> None:
-    call = caller.generate.remote(PROMPT, temperature=0.0, ignore_eos=True)
-    await asyncio.to_thread(wait_until, lambda: is_running(pair), HANG_GUARD_S, "the request runs", 0.01)
-    call.cancel()
-
-
-@pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
-async def test_a_bad_request_is_refused_as_over_grpc(pair: Deployment, handle: OutriderHandle, streaming: bool) -> None:
+async def test_a_bad_request_is_refused_as_over_grpc(pair: Deployment, handle: OutriderHandle) -> None:
     async def refusal(client: AsyncMethods) -> OutriderError:
         with pytest.raises(OutriderError) as caught:
-            await ask(client, streaming, temperature=-1.0, request_id="bad")
+            await client.generate(PROMPT, temperature=-1.0, request_id="bad")
         return caught.value
 
     async with AsyncOutriderClient(pair.address) as client:

@@ -31,9 +31,6 @@ COLOURS = ["red", "green", "blue", "black", "white", "grey", "pink", "gold"]
 ANIMALS = ["cat", "dog", "cow", "hen", "fox", "owl", "bee", "ant", "elk", "emu"]
 PROMPTS = [list(f"{colour} and {animal}\n".encode()) for colour in COLOURS for animal in ANIMALS]
 
-KNOWS = 0.35
-"""Accepted of all drafts, by a drafter that has learned what this target says; one that has not: 0.01."""
-
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -141,33 +138,3 @@ def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(
     assert versions[serving - 1].state == pb.DRAFTER_VERSION_STATE_REVERTED
     with pytest.raises(OutriderError, match="version: 999 is not kept; send one of 0"):
         learning.client.revert_drafter(999)
-
-
-def test_a_trainer_that_is_stopped_costs_nothing_but_learning(learning: Deployment) -> None:
-    """A process that stands still answers nobody, and Ray does not end it."""
-    drafted(lambda: learning.client.generate(PROMPTS[0], temperature=0.0, max_tokens=48, ignore_eos=True))
-    wait_until(lambda: acceptance(answers(learning)) > KNOWS, HANG_GUARD_S, "a drafter that has learned")
-    drawn = seeded(learning)
-    (pid,) = [pid for name, pid in living_actors() if name.startswith("Trainer:")]
-    was = status(learning)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: status(learning)["failures"] > was["failures"], HANG_GUARD_S, "an exchange that fails")
-        stopped = status(learning)
-        given = answers(learning)
-        assert acceptance(given) > KNOWS, "the drafter keeps what it has"
-        assert all(answer.metrics.speculative_decoding.num_draft_tokens for answer in given)
-        assert seeded(learning) == drawn
-        now = status(learning)
-        assert (now["version"], now["changes"]) == (stopped["version"], stopped["changes"])
-        assert now["trainer"]["steps"] == stopped["trainer"]["steps"]
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-    def learns_on() -> bool:
-        answers(learning)
-        return bool(status(learning)["trainer"]["steps"] > stopped["trainer"]["steps"])
-
-    wait_until(learns_on, HANG_GUARD_S, "a step of the trainer's")
-    assert status(learning)["trainer"]["learner"] == was["trainer"]["learner"], "the same one"
-    assert [pid for name, pid in living_actors() if name.startswith("Trainer:")] == [pid]

@@ -1,12 +1,10 @@
 """``/metrics`` of a served pair: complete, well formed, moved by traffic, and in agreement with the status."""
 
-import asyncio
 import os
 import signal
 import time
 import urllib.request
 
-import aiohttp
 import pytest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.parser import text_string_to_metric_families
@@ -125,23 +123,6 @@ def test_they_agree_with_the_status(pair, before, moved):
     assert after.sum("outrider:replica_up") == 1
 
 
-def test_vllm_bench_reads_them(pair, moved):
-    """By vLLM's own scraper, the one behind ``vllm bench serve``."""
-    pytest.importorskip("vllm.benchmarks.serve")
-    from vllm.benchmarks.serve import fetch_spec_decode_metrics
-
-    async def fetch():
-        async with aiohttp.ClientSession() as session:
-            return await fetch_spec_decode_metrics(pair.http_url, session)
-
-    read, after = asyncio.run(fetch()), moved[1]
-    assert read is not None
-    assert read.num_drafts == after.sum("vllm:spec_decode_num_drafts_total") > 0
-    assert read.num_draft_tokens == after.sum("vllm:spec_decode_num_draft_tokens_total")
-    assert read.num_accepted_tokens == after.sum("vllm:spec_decode_num_accepted_tokens_total")
-    assert set(read.accepted_per_pos) == set(range(K))
-
-
 def test_a_refused_request_counts_under_its_status(pair):
     from outrider.deploy.client.sync_client import OutriderError
 
@@ -178,21 +159,3 @@ def test_a_lost_drafter_is_told_and_its_link_made_anew_is_counted(ngram_pair):
     now = wait_until(link_is_new, HANG_GUARD_S, "a new link", every_s=0.5)
     assert now.sum("outrider:link_epoch") > before.sum("outrider:link_epoch")
     assert now.sum("outrider:degraded_requests_total") > before.sum("outrider:degraded_requests_total")
-
-
-def test_replicas_are_told_apart(two_replicas):
-    """Requests are counted where they were served."""
-    before = scrape(two_replicas)
-    for number in range(4):
-        two_replicas.client.generate([*PROMPT, number], temperature=0.0, max_tokens=8)
-    after = scrape(two_replicas)
-    replicas = {labels["replica"] for labels, value in after.of("outrider:replica_up") if value == 1}
-    assert replicas == set(two_replicas.replicas())
-    assert after.sum("outrider:replicas_silent") == 0
-    served = {
-        replica: after.sum("vllm:generation_tokens_total", replica=replica)
-        - before.sum("vllm:generation_tokens_total", replica=replica)
-        for replica in replicas
-    }
-    assert sum(served.values()) == 4 * 8
-    assert {labels["replica"] for labels, _ in after.of("outrider:rounds_total")} == replicas

@@ -1,7 +1,6 @@
 """OpenAI's API, through the official client, on a deployment with a draft model. Seeds and temperature 0 must give what
 gRPC gives."""
 
-import asyncio
 import json
 import statistics
 
@@ -50,10 +49,6 @@ def test_the_tokens_are_those_of_grpc(client, pair, sampling):
         assert answer.usage.prompt_tokens == len(PROMPT)
 
 
-def test_answers_without_a_seed_differ(client):
-    assert len({complete(client, temperature=1.0).choices[0].text for _ in range(4)}) > 1
-
-
 def test_chat_is_the_template_completed(client):
     answer = chat(client, temperature=0, extra={"return_prompt_text": True})
     plain = complete(client, prompt=CHAT_PROMPT, temperature=0)
@@ -86,14 +81,6 @@ def test_streams_add_up(client, endpoint):
     assert len([of_round for of_round in ids if of_round]) < 40
 
 
-def test_usage_in_every_event(client):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    events = list(complete(client, temperature=0, stream=True, stream_options=options))
-    counts = [event.usage.completion_tokens for event in events]
-    assert counts == sorted(counts)
-    assert counts[-1] == 24
-
-
 def test_logprobs(client, pair):
     expected = pair.client.generate(CHAT_PROMPT, temperature=0.0, max_tokens=12, logprobs=2)
     [choice] = chat(client, temperature=0, max_tokens=12, logprobs=True, top_logprobs=2).choices
@@ -114,13 +101,6 @@ def test_logprobs_of_named_tokens(client):
             assert {"token_id:65", "token_id:66"} <= {top.token for top in entry.top_logprobs}
 
 
-def test_several_answers_and_prompts(client):
-    answer = complete(client, prompt=[PROMPT, "Hi"], n=2, temperature=1.0, seed=5, max_tokens=8)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert answer.usage.completion_tokens == 32
-    assert len({choice.text for choice in answer.choices}) == 4
-
-
 def test_a_schema_is_kept_to(client):
     kept = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
     answer = chat(client, response_format=kept, logit_bias=NO_SPACE, seed=1, max_tokens=200)
@@ -129,26 +109,6 @@ def test_a_schema_is_kept_to(client):
     assert answer.choices[0].finish_reason == "stop"
     again = chat(client, response_format=kept, logit_bias=NO_SPACE, seed=1, max_tokens=200)
     assert again.choices[0].message.content == answer.choices[0].message.content
-
-
-NAMED = {"type": "function", "function": {"name": "paint"}}
-
-
-@pytest.mark.exhaustive  # test_a_schema_is_kept_to has a schema, test_tools_that_need_not_be_called has tools
-@pytest.mark.parametrize("choice", ["required", NAMED])
-def test_tools(client, choice):
-    options = {"tools": [TOOL], "tool_choice": choice, "logit_bias": NO_SPACE, "seed": 2, "max_tokens": 300}
-    options["parallel_tool_calls"] = False
-    [call] = chat(client, **options).choices[0].message.tool_calls
-    arguments = json.loads(call.function.arguments)
-    assert (call.function.name, set(arguments)) == ("paint", {"ok", "colour"})
-    deltas = [
-        event.choices[0].delta.tool_calls[0].function
-        for event in chat(client, **options, stream=True)
-        if event.choices and event.choices[0].delta.tool_calls
-    ]
-    assert json.loads("".join(delta.arguments or "" for delta in deltas)) == arguments
-    assert [delta.name for delta in deltas if delta.name] == ["paint"]
 
 
 def test_tools_that_need_not_be_called(client):
@@ -172,36 +132,12 @@ def test_speculation_of_a_request(client, pair, speculation, most):
     pair.reference.check(list(PROMPT.encode()), answer.choices[0].token_ids, label="over HTTP")
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
-def test_verification_of_a_request(client, pair, verification):
-    """Where drafts are verified by their probabilities, these come over the link: hundreds of bytes a draft."""
-    extra = {"speculation": {"verification": verification}, "ignore_eos": True}
-    before, drafts = pair.status().rounds, 0
-
-    def ask():
-        nonlocal drafts
-        answer = complete(client, temperature=1.0, max_tokens=40, extra=extra)
-        assert answer.usage.completion_tokens == 40
-        drafts += num_draft_tokens(answer)
-        return answer
-
-    drafted(ask, num_draft_tokens)
-    num_bytes = pair.status().rounds.proposal_bytes - before.proposal_bytes
-    assert (num_bytes / drafts > 512) == (verification != "coupled")
-
-
 def test_tokenize_and_back(pair):
     tokens = httpx.post(f"{pair.http_url}/tokenize", json={"prompt": "né"}).json()
     assert tokens == {"count": 3, "max_model_len": MAX_MODEL_LEN, "tokens": list("né".encode()), "token_strs": None}
     assert httpx.post(f"{pair.http_url}/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "né"}
     chat_tokens = httpx.post(f"{pair.http_url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
     assert bytes(chat_tokens).decode() == CHAT_PROMPT
-
-
-def test_what_stands_beside(pair):
-    assert httpx.get(f"{pair.http_url}/health").status_code == 200
-    assert httpx.get(f"{pair.http_url}/ping").status_code == 200
-    assert httpx.get(f"{pair.http_url}/version").json()["version"].startswith("0.32")
 
 
 def test_ids_come_back(client):
@@ -248,22 +184,6 @@ def test_two_requests_of_one_id(client, pair):
     assert pair.client.abort("twice")
     assert list(stream)[-1].choices[0].finish_reason == "abort"
     assert complete(client, max_tokens=1, extra={"request_id": "twice"}).id == "cmpl-twice"
-
-
-def test_another_model_is_not_found(client):
-    with pytest.raises(openai.NotFoundError) as caught:
-        complete(client, model="other")
-    assert caught.value.param == "model"
-
-
-async def test_many_at_once(pair):
-    async with openai.AsyncOpenAI(base_url=f"{pair.http_url}/v1", api_key="none", max_retries=0) as client:
-        alone = await client.completions.create(model=MODEL, prompt=PROMPT, seed=1, max_tokens=16)
-        answers = await asyncio.gather(
-            *(client.completions.create(model=MODEL, prompt=PROMPT, seed=1 + i % 2, max_tokens=16) for i in range(12))
-        )
-    assert {answer.choices[0].text for answer in answers[::2]} == {alone.choices[0].text}
-    assert len({answer.choices[0].text for answer in answers}) == 2
 
 
 def test_garbage_in_the_body(pair):

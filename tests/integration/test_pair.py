@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from outrider.v1 import generation_pb2 as pb
-from tests.support.cluster.serving import HANG_GUARD_S, K, drafted, num_accepted, num_draft_tokens, wait_until_idle
+from tests.support.cluster.serving import K, drafted, num_accepted, num_draft_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -72,20 +72,6 @@ def test_a_prompt_that_the_target_has_cached_is_read_by_the_drafter_all_the_same
     assert after > 0.75 * before, "the drafter has not read what was cached"
 
 
-def test_the_server_counts_what_its_requests_report(pair):
-    before = pair.status().rounds
-    answer = pair.client.generate(list(PROMPTS[0]), temperature=0.0, max_tokens=NUM_TOKENS)
-    after = pair.status()
-    speculative = answer.metrics.speculative_decoding
-    assert after.rounds.drafted_rounds - before.drafted_rounds == speculative.num_spec_steps
-    assert after.rounds.drafted - before.drafted == speculative.num_draft_tokens
-    assert after.rounds.drafted_rounds > 0
-    assert after.speculation_up
-    assert after.link.state == pb.LINK_STATE_UP
-    assert (list(after.methods), after.num_speculative_tokens) == (["draft_model"], K)
-    assert after.rounds.median.samples > 0
-
-
 def test_a_stream_carries_a_round_a_message_or_the_rounds_that_came_meanwhile(pair, greedy):
     with pair.client.stream(list(PROMPTS[0]), temperature=0.0, max_tokens=NUM_TOKENS) as stream:
         messages = list(stream)
@@ -95,42 +81,6 @@ def test_a_stream_carries_a_round_a_message_or_the_rounds_that_came_meanwhile(pa
     assert max(len(message.token_ids) for message in messages) > 1
     assert "".join(message.text_delta for message in messages) == bytes(tokens).decode()
     assert messages[-1].usage.completion_tokens == NUM_TOKENS
-
-
-def test_without_speculation_the_tokens_are_the_same_and_nothing_is_drafted(pair):
-    answer = pair.client.generate(list(PROMPTS[0]), temperature=0.0, max_tokens=NUM_TOKENS, speculation=False)
-    pair.reference.check(PROMPTS[0], answer.token_ids, label="no speculation")
-    speculative = answer.metrics.speculative_decoding
-    assert (speculative.num_spec_steps, speculative.num_draft_tokens) == (0, 0)
-    assert (speculative.mean_acceptance_length, speculative.draft_acceptance_rate) == (1.0, 0.0)
-
-
-def test_a_request_s_own_limit_caps_its_drafts(pair):
-    options = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "num_speculative_tokens": 1}
-    answer = drafted(lambda: pair.client.generate(list(PROMPTS[0]), **options))
-    pair.reference.check(PROMPTS[0], answer.token_ids, label="one draft a round")
-    speculative = answer.metrics.speculative_decoding
-    assert sum(list(speculative.acceptance_histogram)[2:]) == 0
-    assert speculative.num_draft_tokens == speculative.num_spec_steps > 0
-
-
-def test_a_low_temperature_reaches_drafted_tokens(pair):
-    """At 0.01 a token half a logit below the best has a chance of e**-50."""
-    answer = drafted(lambda: pair.client.generate(list(PROMPTS[0]), temperature=0.01, max_tokens=64, seed=1))
-    tokens = list(PROMPTS[0])
-    for position, token in enumerate(answer.token_ids):
-        behind = pair.reference.behind_best(tokens, token)
-        assert behind < 0.5, f"token {position} is {behind:.2f} below the best"
-        tokens.append(token)
-
-
-def test_stop_token_ids_inside_a_block_end_the_answer_at_that_token(pair, greedy):
-    tokens = list(greedy(PROMPTS[0]).token_ids)
-    stop = tokens[40]
-    end = tokens.index(stop) + 1
-    answer = pair.client.generate(list(PROMPTS[0]), temperature=0.0, max_tokens=NUM_TOKENS, stop_token_ids=[stop])
-    assert list(answer.token_ids) == tokens[:end]
-    assert (answer.finish_reason, answer.stop_reason) == (pb.FINISH_REASON_STOP, str(stop))
 
 
 def test_every_actor_is_a_process_of_its_own_on_the_bundle_planned_for_it(pair):
@@ -150,11 +100,6 @@ def test_the_threads_that_compute_are_bound_to_their_cores(pair):
         threads = psutil.Process(actors[name].pid).threads()
         busiest = max(threads, key=lambda thread: thread.user_time)
         assert os.sched_getaffinity(busiest.id) == set(expected), name
-
-
-def test_nothing_is_held_when_nothing_runs(pair):
-    wait_until_idle(pair, HANG_GUARD_S)
-    assert pair.drafter_status()["num_sequences"] == 0
 
 
 @pytest.mark.parametrize(

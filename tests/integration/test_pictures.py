@@ -143,11 +143,6 @@ def test_two_pictures_share_no_cache_and_one_finds_its_own(pictures):
     assert all(cached(url) > 0 for url in (first, second))
 
 
-def test_they_are_counted(pictures):
-    ask(pictures, said(RED), max_tokens=2)
-    wait_until(lambda: count(pictures, "outrider:picture_requests_total") > 0, HANG_GUARD_S, "a count")
-
-
 def test_responses_show_what_chats_show(pictures):
     for urls in ((RED,), (RED, BLUE)):
         shown = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in urls]
@@ -167,11 +162,8 @@ def test_responses_show_what_chats_show(pictures):
     "options",
     [
         {"n": 2, "seed": 3, "temperature": 0.8},
-        {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1},
         {"response_format": {"type": "json_object"}},
-        {"frequency_penalty": 1.0, "repetition_penalty": 1.3},
         {"speculation": {"verification": "block"}},
-        {"max_completion_tokens": 4, "cache_salt": "mine"},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -181,13 +173,6 @@ def test_what_else_a_request_may_ask_for(pictures, options):
                           for off in ({}, OFF if "speculation" not in options else {}))  # fmt: skip
     assert [each["token_ids"] for each in with_drafts["choices"]] == [each["token_ids"] for each in alone["choices"]]
     assert len(alone["choices"]) == options.get("n", 1)
-
-
-def test_streamed(pictures):
-    body = {"messages": said(RED), "max_tokens": 8, "stream": True, **GREEDY}
-    with httpx.stream("POST", f"{pictures.http_url}/v1/chat/completions", json=body, timeout=HANG_GUARD_S) as answer:
-        lines = [line for line in answer.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
 
 
 def refused(deployment, messages, status=HTTPStatus.BAD_REQUEST, path="/v1/chat/completions"):
@@ -201,11 +186,7 @@ def refused(deployment, messages, status=HTTPStatus.BAD_REQUEST, path="/v1/chat/
 FORBIDDEN = "must be from one of the allowed domains"
 WRONG = {  # what is 500 here is an error that vLLM has no status for
     "a decompression bomb": (data_url(png_header(40_000, 40_000)), "bomb", HTTPStatus.INTERNAL_SERVER_ERROR),
-    "no picture": (data_url(b"<svg/>"), "Failed to load image", HTTPStatus.BAD_REQUEST),
     "a torn picture": (data_url(picture(1)[:80]), "Failed to load image", HTTPStatus.BAD_REQUEST),
-    "no base64": ("data:image/png;base64,%%%", "", HTTPStatus.BAD_REQUEST),
-    "another encoding": ("data:image/png,abc", "Only base64 data URLs", HTTPStatus.NOT_IMPLEMENTED),
-    "another scheme": ("ftp://localhost/a.png", "must be either a HTTP, data or file URL", HTTPStatus.BAD_REQUEST),
     "a file": ("file:///etc/passwd", "Cannot load local files", HTTPStatus.INTERNAL_SERVER_ERROR),
     "a forbidden host": ("http://pictures.example.com/a.png", FORBIDDEN, HTTPStatus.BAD_REQUEST),
 }
@@ -225,20 +206,7 @@ def test_what_else_is_refused(pictures):
     refused(pictures, said(WRONG["a torn picture"][0]), path="/tokenize")
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 300), (3, 3), (500, 1)])
-@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])
-def test_odd_pictures_are_answered_or_refused(pictures, size, mode):
-    answer = post(pictures, {"messages": said(data_url(picture(1, *size, mode=mode))), "max_tokens": 2})
-    assert answer.status_code in (200, 400), answer.text
-
-
-def test_a_picture_s_mark_in_a_text_is_answered_or_refused(pictures):
-    for messages in (said(text="<image>"), said(RED, text="<image> and <image>")):
-        assert post(pictures, {"messages": messages, "max_tokens": 2}).status_code in (200, 400)
-    ids = [65, IMAGE_TOKEN_ID, 66]
-    assert len(pictures.client.generate(ids, max_tokens=4, ignore_eos=True).token_ids) == 4
-
-
+@pytest.mark.exhaustive  # vLLM looks at three checkpoints
 def test_targets_that_cannot_are_refused_at_the_start(models, tmp_path):
     def start(model):
         target = {"model": str(model), "engine_args": {"limit_mm_per_prompt": {"image": 1}}}

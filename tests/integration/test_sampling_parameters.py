@@ -130,6 +130,16 @@ def test_min_tokens_holds_the_stop_back_inside_a_block(on_and_off, free, how):
     assert len(late.token_ids) >= 20
 
 
+def test_a_stop_string_leaves_what_plain_decoding_leaves(on_and_off):
+    """What comes after the stop in the same round was accepted by the target, but is no part of the answer."""
+    text = on_and_off(**SAMPLED).text
+    threes = [text[at : at + 3] for at in range(24, len(text) - 3)]
+    stop = next(three for three in threes if three.isascii() and text.find(three) >= 24)
+    answer = on_and_off(**SAMPLED, stop=stop)
+    assert answer.text == text[: text.find(stop)]
+    assert (answer.finish_reason, answer.stop_reason) == (pb.FINISH_REASON_STOP, stop)
+
+
 def test_logprobs_are_the_model_s_own_for_every_token(pair):
     options = {**SAMPLED, "logprobs": 3, "logit_bias": {65: 2.0}, "top_p": 0.9}
     on, off = drafted(lambda: ask(pair, **options), num_accepted), ask(pair, speculation=False, **options)

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.test_cli import still_running
 from tests.support.cluster.outrider_serve import ENDS_WITHIN_S, outrider_serve
-from tests.support.cluster.serving import Models
+from tests.support.cluster.processes import alive
+from tests.support.cluster.serving import Models, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -35,4 +35,4 @@ def test_it_ends_with_ray(models: Models, tmp_path: Path) -> None:
         print(said)
         assert len(said) == 1
         assert said[0].startswith("outrider: serve: Ray's raylet has ended")
-        assert still_running(family) == []
+        wait_until(lambda: not alive(family), 60.0, "the end of all its processes")

@@ -14,7 +14,6 @@ from outrider.actors.round.request import Draft, Request, sampling_of
 from outrider.actors.round.round import UNUSABLE, Step
 from outrider.actors.verification.batch import Status
 from outrider.cluster.link.messages import SparseQ
-from outrider.cluster.modes import Mode
 
 V, K = 40, 3
 pytestmark = pytest.mark.exhaustive
@@ -209,27 +208,6 @@ def test_nothing_is_left_of_the_rows_of_a_step_before(sampler):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_only_what_depends_on_an_answer_reads_it(sampler, monkeypatch, name):
-    read, output = [], Request.output_token_ids.fget
-    monkeypatch.setattr(
-        Request, "output_token_ids", property(lambda self: (read.append(self.request_id), output(self))[1])
-    )
-    parts = requests_of(*[CASES[each]() for each in ("plain", "logit_bias", name, "min_tokens")])
-    choose(sampler, torch.randn(4 * (K + 1), V), parts)
-    depends = name == "all" or name == "bad_words" or name.endswith("penalty")
-    assert read == [parts[2].request.request_id] * depends
-
-
-@pytest.mark.parametrize(("min_tokens", "is_short"), [(len(OUTPUT), False), (len(OUTPUT) + 1, True)])
-def test_min_tokens_costs_nothing_once_they_are_there(sampler, monkeypatch, min_tokens, is_short):
-    processed, process = [], sampler._process
-    monkeypatch.setattr(sampler, "_process", lambda *args: (processed.append(True), process(*args))[1])
-    parts = requests_of(params(min_tokens=min_tokens, stop_token_ids=[6]))
-    choose(sampler, torch.randn(K + 1, V), parts)
-    assert bool(processed) == is_short
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_the_tokens_chosen_are_those_of_rows_without_drafts(sampler, name):
     """Greedy with drafts that are all right commits what one step after the other would have."""
     logits = torch.randn(K + 1, V, generator=torch.Generator().manual_seed(2)) * 3
@@ -259,20 +237,6 @@ def test_logprobs_are_of_the_raw_logits_and_of_the_tokens_committed(sampler):
             assert tensors.logprobs[place, 1] == pytest.approx(float(raw[place].max()), abs=1e-5)
     second_row = tensors.logprob_token_ids[K + 1, 0]
     assert second_row == result.sampled_token_ids[1, 0], "the second request's rows start where its columns do"
-
-
-def test_logprobs_of_named_tokens_beside_another_request_s_likeliest(sampler):
-    requests = requests_of(params(logprob_token_ids=[5, 9, 3]), params(logprobs=2))
-    logits = torch.randn(2 * (K + 1), V, generator=torch.Generator().manual_seed(3))
-    result, _ = choose(sampler, logits.clone(), requests)
-    raw, tensors = logits.log_softmax(-1), result.logprobs_tensors
-    assert tensors.logprob_token_ids[: K + 1, 1:].tolist() == [[5, 9, 3]] * (K + 1)
-    for place, token in enumerate(result.sampled_token_ids[0].tolist()):
-        if token >= 0:
-            wanted = [float(raw[place, each]) for each in (token, 5, 9, 3)]
-            assert tensors.logprobs[place].tolist() == pytest.approx(wanted, abs=1e-5)
-    likeliest = raw[K + 1].topk(2).indices.tolist()
-    assert tensors.logprob_token_ids[K + 1, 1:3].tolist() == likeliest
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -308,17 +272,3 @@ def test_q_of_a_cut_proposal_is_cut_with_it(sampler):
     result, status = choose(sampler, logits, requests, width=4)
     assert result.sampled_token_ids.tolist() == [[7, 8, 20, -1], [9, 21, -1, -1]]
     assert status.tolist() == [Status.OK, Status.OK]
-
-
-@pytest.mark.parametrize("num_drafts", [0, K])
-def test_the_warm_up_covers_every_mode(sampler, monkeypatch, num_drafts):
-    seen, verify = set(), sampler._verify
-
-    def watch(batch):
-        seen.update((mode, batch.q_ids is not None, batch.constraints.any_top_p) for mode in batch.mode.tolist())
-        return verify(batch)
-
-    monkeypatch.setattr(sampler, "_verify", watch)
-    sampler.warm_up(V, num_drafts, 64)
-    wanted = {(int(mode), bool(q), top_p) for mode in Mode for q in {0, num_drafts} for top_p in (False, True)}
-    assert {case for case in wanted if case[0] != Mode.GREEDY} <= seen

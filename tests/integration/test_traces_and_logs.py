@@ -2,7 +2,6 @@
 
 import json
 import time
-import urllib.request
 import uuid
 from pathlib import Path
 
@@ -88,20 +87,6 @@ def test_a_grpc_request_is_one_trace_with_a_span_a_round(ngram_pair, collector):
     assert all(round_["outrider.accepted"] == round_["outrider.committed"] - 1 for round_ in rounds)
     assert all(round_["outrider.epoch"] == ngram_pair.status().link.epoch for round_ in rounds)
     assert any(round_["outrider.origin"] != "none" for round_ in with_drafts)
-
-
-@pytest.mark.exhaustive
-def test_an_http_request_is_one_too(ngram_pair, collector):
-    trace_id = "22222222222222222222222222222222"
-    body = json.dumps({"model": ngram_pair.config.served_model_name, "prompt": PROMPT, "max_tokens": 8})
-    request = urllib.request.Request(
-        f"{ngram_pair.http_url}/v1/completions",
-        body.encode(),
-        {"content-type": "application/json", **caller(trace_id)},
-    )
-    with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as response:
-        tokens = json.load(response)["usage"]["completion_tokens"]
-    check(whole(collector, trace_id, tokens), "POST /v1/completions")
 
 
 def test_what_the_caller_does_not_want_traced_is_not(ngram_pair, collector):

@@ -182,34 +182,13 @@ def test_tls_port_without_tls_or_without_a_certificate(victim: Victim, tmp_path:
                 caller.http.get("/livez")
 
 
-@pytest.mark.exhaustive  # tests/unit/test_gateway.py has one that ends no stream
-def test_certificate_replaced_under_load(victim: Victim, tmp_path: Path) -> None:
-    authority, renewed = Authority(), Authority("renewed")
-    certificate, key = authority.sign().write(tmp_path, "server")
-    gateway = victim.gateway(tls={"certificate": str(certificate), "key": str(key)})
-
-    def caller(of: Authority) -> Caller:
-        context = ssl.create_default_context(cadata=of.certificate.decode())
-        return victim.caller(gateway, tls=context, credentials=grpc.ssl_channel_credentials(of.certificate))
-
-    expected = list(victim.caller().generate(**LONG).token_ids)
-    streams = Streams(caller(authority), **LONG)
-    renewed.sign().write(tmp_path, "server")
-    wait_for(lambda: caller(renewed).code(max_tokens=1) == "OK", "the new certificate")
-    caller(renewed).tokens()
-    assert streams.running, "this machine is too fast for the test: make the answers longer"
-    streams.whole(expected)
-
-
-@pytest.mark.parametrize(
-    "forged", [pytest.param(False, id="plain", marks=pytest.mark.exhaustive), pytest.param(True, id="forged")]
-)
-def test_another_address_cannot_end_a_request(victim: Victim, forged: bool) -> None:
+def test_another_address_cannot_end_a_request(victim: Victim) -> None:
+    """Nor with forged headers."""
     gateway = victim.gateway()
     token = os.environ[TOKEN_VARIABLE]
     owner = hashlib.sha256(f"{HERE}-{token}".encode()).hexdigest()
     caller, thief = victim.caller(gateway), victim.caller(gateway, source=ELSEWHERE)
-    headers = {OWNER_HEADER: owner, TOKEN_HEADER: token, "x-forwarded-for": HERE} if forged else {}
+    headers = {OWNER_HEADER: owner, TOKEN_HEADER: token, "x-forwarded-for": HERE}
     expected = list(victim.caller().generate(**LONG).token_ids)
     streams = Streams(caller, **LONG)
 

@@ -31,47 +31,21 @@ def chain(depth: int) -> dict[str, Any]:
     return schema
 
 
-def doubling(levels: int) -> dict[str, Any]:
-    """Return a schema in which each definition names the next one twice: written out, it has 2 ** levels parts."""
-    definitions = {
-        f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}, {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}}]}
-        for n in range(levels)
-    }
-    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{levels}": {"type": "null"}}}
-
-
 SCHEMAS = {
     "wide": {"type": "object", "properties": {f"p{n}": {} for n in range(4500)}},
-    "wide and required": {"type": "object", "properties": {f"p{n}": {} for n in range(1500)}, "required": ["p7"]},
-    "wider than the limit": {"type": "object", "properties": {f"p{n}": {} for n in range(20_000)}},
     "deep": chain(60),
-    "deeper than the limit": chain(400),
-    "itself": {"$ref": "#"},
-    "in circles": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}},
     "recursive": {"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"type": "array", "items": {"$ref": "#"}}}},
-    "doubling": doubling(40),
-    "long": {"type": "string", "minLength": 60_000, "maxLength": 1 << 30},
-    "many": {"type": "array", "items": {"type": "integer"}, "minItems": 1 << 30},
     "pattern": {"type": "string", "pattern": "(a{1,1000}){1,1000}" * 4},
     "elsewhere": {"$ref": "http://127.0.0.1:1/schema.json"},
 }
 CONSTRAINTS: dict[str, tuple[str, Any]] = {
     **{name: ("json", schema) for name, schema in SCHEMAS.items()},
     "regex": ("regex", "((((a{1,500}){1,500}){1,500}){1,500})"),
-    "long regex": ("regex", "(a|b)" * 400_000),
-    "grammar without an end": ("grammar", "root ::= ("),
     "ambiguous grammar": ("grammar", "root ::= (x|y|z)*\nx ::= root [a-z ]\ny ::= root x\nz ::= root [a-z ]"),
 }
 
 
-IN_EVERY_RUN = {"wide", "deep", "recursive", "pattern", "elsewhere", "regex", "ambiguous grammar"}
-"""One of a kind."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.exhaustive) for name in CONSTRAINTS],
-)
+@pytest.mark.parametrize("name", CONSTRAINTS)
 def test_constraint_bombs_cost_their_own_request_alone(victim: Victim, name: str) -> None:
     kind, constraint = CONSTRAINTS[name]
     text = json.dumps(constraint) if kind == "json" else constraint
@@ -191,20 +165,12 @@ def test_what_clients_send_stands_in_no_log(victim: Victim) -> None:
         {mark("field"): 1},
         {"prompt": mark("prompt")},
         {"prompt": {mark("key"): mark("value")}},
-        {"max_tokens": mark("number")},
         {"model": mark("model")},
-        {"stop": [mark("stop")] * 9},
         {"structured_outputs": {"grammar": f"root ::= {mark('rule')} ("}},
-        {"structured_outputs": {"grammar": f'root ::= "{mark("text")}" {mark("unknown")}'}},
         {"structured_outputs": {"regex": f"({mark('regex')}"}},
-        {"structured_outputs": {"json": {"type": mark("type")}}},
         {"structured_outputs": {"json": {"properties": {mark("property"): {"$ref": f"#/{mark('reference')}"}}}}},
-        {"structured_outputs": {"choice": [mark("choice")]}, "stream": True},
         {"vllm_xargs": {mark("argument"): "1", "speculation.verification": mark("verification")}},
-        {"logit_bias": {mark("token"): 1}},
         {"bad_words": [mark("word")], "temperature": mark("temperature")},
-        {"logits_processors": [mark("processor")]},
-        {"speculation": {mark("setting"): mark("setting's")}},
         {"lora_request": mark("adapter"), "cache_salt": mark("salt")},
     ]
     for extra in completions:
@@ -214,10 +180,8 @@ def test_what_clients_send_stands_in_no_log(victim: Victim) -> None:
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": mark("role"), "content": mark("content")}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "max_tokens": 2}),
-        ("/v1/chat/completions", {"messages": [], "chat_template": "{{ " + mark("template")}),
         ("/v1/responses", {"input": mark("input"), "previous_response_id": mark("previous")}),
         ("/v1/messages", {"messages": [{"role": "user", "content": mark("message")}], "max_tokens": mark("most")}),
-        ("/tokenize", {"prompt": mark("tokenized"), "model": mark("tokenizer")}),
         ("/outrider/v1/stream", {mark("unknown"): mark("what")}),
         (f"/v1/{mark('path')}", {}),
         (f"/v1/completions?{mark('query')}={mark('q')}", {"prompt": 1}),
@@ -231,17 +195,13 @@ def test_what_clients_send_stands_in_no_log(victim: Victim) -> None:
         pb.GenerateRequest(text=mark("text"), model=mark("served")),
         pb.GenerateRequest(text=mark("text"), adapter=mark("lora"), cache_salt=mark("salt")),
         pb.GenerateRequest(chat=chat),
-        pb.GenerateRequest(text="a", request_id=mark("id ")),
         *(
             pb.GenerateRequest(text="a", sampling=pb.SamplingParameters(max_tokens=2, structured_outputs=each))
             for each in (
                 structured(grammar=f"root ::= {mark('rule')} ("),
-                structured(regex=f"({mark('regex')}"),
                 structured(json=f'{{"type": "{mark("type")}"}}'),
-                structured(json=f'{{"{mark("broken")}'),
             )
         ),
-        pb.GenerateRequest(text="a", sampling=pb.SamplingParameters(stop=[mark("stop"), ""], bad_words=[mark("word")])),
     ):
         code_of(lambda asked=asked: caller.stub.Generate(asked, timeout=GUARD_S, metadata=(("x-mark", mark("meta")),)))
     code_of(lambda: caller.channel.unary_unary(f"/{mark('service')}/{mark('method')}")(b"", timeout=GUARD_S))

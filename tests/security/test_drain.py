@@ -1,5 +1,5 @@
 """`outrider serve` on SIGTERM: what runs is finished, or cut when it takes too long, and nothing new is taken. Before
-that, what a running server listens on, and that nobody's first request has it compile something."""
+that, what a running server listens on."""
 
 from __future__ import annotations
 
@@ -43,19 +43,11 @@ def admin_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory where the server's processes leave what they compile."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="module")
-def server(
-    models: Models, tmp_path_factory: pytest.TempPathFactory, admin_port: int, compiled: Path
-) -> Iterator[Served]:
+def server(models: Models, tmp_path_factory: pytest.TempPathFactory, admin_port: int) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("drain")
     serving = {"drain_s": HANG_GUARD_S, "gateway": {"admin_port": admin_port}}
     # How its processes give way, which it sets by itself, is under test.
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(compiled), WORKER_NICENESS[0]: None}
+    environment = {WORKER_NICENESS[0]: None}
     with outrider_serve(models, directory, environment, serving=serving) as served:
         yield served
 
@@ -87,20 +79,6 @@ def listening(server: Served) -> dict[str, set[tuple[str, int]]]:
                     host = each.laddr.ip.removeprefix("::ffff:")
                     found.setdefault(kind_of(process), set()).add((host, each.laddr.port))
     return found
-
-
-def test_the_first_who_asks_for_log_probabilities_has_nothing_compiled(server: Served, compiled: Path) -> None:
-    """Compiling in the engine's step would make all others wait."""
-
-    def programs() -> set[Path]:
-        return set(compiled.rglob("*.so"))
-
-    before = programs()
-    assert before, "what is looked at here is where nothing is written"
-    with OutriderClient(server.grpc) as client:
-        answer = client.generate(PROMPT, max_tokens=4, logprobs=2, prompt_logprobs=2, timeout_s=HANG_GUARD_S)
-        assert len(answer.prompt_logprobs) == len(PROMPT)
-    assert programs() == before
 
 
 def test_what_listens_beyond_this_machine_is_what_the_page_says(server: Served, admin_port: int) -> None:

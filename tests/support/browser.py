@@ -112,9 +112,7 @@ class Browser:
             time.sleep(LOOKS_EVERY_S)
         return value
 
-    def show_as(self, width_px: int, *, dark: bool = False) -> None:
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    def show_as(self, width_px: int) -> None:
         size = {"width": width_px, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 

@@ -1,4 +1,4 @@
-"""A drafter that dies on its GPU, over ZeroMQ and over NCCL, and one that serves two links."""
+"""A drafter that dies on its GPU, over ZeroMQ and over NCCL."""
 
 import signal
 
@@ -7,13 +7,10 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("grpc")
 
-from tests.faults.test_drafter import BACK_WITHIN_S
-from tests.faults.test_two_links import MAX_TOKENS, PROMPT, second_link, test_one_drafter_serves_two_links
+from tests.faults.test_drafter import BACK_WITHIN_S, MAX_TOKENS, PROMPT
 from tests.gpu.engines.deployments import pair_over
 from tests.support.cluster.serving import drafted, num_accepted
 from tests.support.load.traffic import Traffic
-
-__all__ = ["second_link", "test_one_drafter_serves_two_links"]
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(2)]
 

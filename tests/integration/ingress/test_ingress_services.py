@@ -59,24 +59,6 @@ def test_a_status_with_a_wrong_name_is_an_error_not_a_gap(client: OutriderClient
     assert failure(client.status).code is grpc.StatusCode.INTERNAL
 
 
-def test_reflection_describes_the_service(address: str) -> None:
-    with grpc.insecure_channel(address) as channel:
-        database = ProtoReflectionDescriptorDatabase(channel)
-        assert "outrider.v1.GenerationService" in database.get_services()
-        described = database.FindFileContainingSymbol("outrider.v1.GenerationService")
-        assert [method.name for method in described.service[0].method] == [
-            "Generate",
-            "GenerateStream",
-            "AbortRequest",
-            "Tokenize",
-            "Detokenize",
-            "GetModelInfo",
-            "GetServerInfo",
-            "GetServerStatus",
-            "RevertDrafter",
-        ]
-
-
 def test_reflection_is_enough_to_call_without_stubs(address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import serve
 from ray._common.utils import reset_ray_address
 from ray._private.utils import read_ray_address
+from ray.cluster_utils import Cluster
 
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.placement import NAMESPACE
@@ -21,35 +22,14 @@ from tests.support.cluster.serving import Deployment, Models, actor_table
 from tests.support.models.reference import Reference
 
 
-class AnyCluster(Protocol):
-    """Ray's own Cluster, or one of a test's own."""
-
-    @property
-    def address(self) -> str: ...
-
-    def shutdown(self) -> None: ...
-
-
 @contextmanager
-def served_on(
-    cluster: AnyCluster,
-    config: OutriderConfig,
-    models: Models,
-    proxy_location: str = "HeadOnly",
-    ingress_options: dict[str, Any] | None = None,
-    node_ip: str | None = None,
-) -> Iterator[Deployment]:
-    """The application is sent, and may wait for nodes yet. The cluster ends with the block. ingress_options: in place
-    of its actor's, as Serve's own file has them. node_ip: of the node here, where it is not the head."""
+def served_on(cluster: Cluster, config: OutriderConfig, models: Models) -> Iterator[Deployment]:
+    """Send the application, which may wait for nodes yet. The cluster ends with the block."""
     try:
-        ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=node_ip)
-        serve.start(proxy_location=proxy_location, **proxy_options(config.serving))
+        ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
+        serve.start(proxy_location="HeadOnly", **proxy_options(config.serving))
         plan = plan_replica(config)
-        application = build_app(config, plan)
-        if ingress_options is not None:
-            ingress = application._bound_deployment.options(ray_actor_options=ingress_options)
-            application._bound_deployment = ingress
-        built = serve.RunTarget(application, name=config.serving.app_name, route_prefix="/")
+        built = serve.RunTarget(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
         serve.run_many([built], wait_for_applications_running=False)
         app = _deployment(config, plan, models)
         yield app

@@ -1,9 +1,8 @@
 """Greedy tokens under co-located drafting, one engine after another: `python co_located_engines.py JOBS MAX_TOKENS`.
 
-JOBS: JSON, a list of {name, config, prompts}, config being ours, and max_tokens where a job has its own. Each engine is
-made from the arguments that our own configuration gives vLLM, in this process, which pays for the imports once. A line
-of JSON for each job: its tokens and what was drafted and accepted, or the error's type and text. With `as_method` the
-method is handed to vLLM under that name, past our own check of it.
+JOBS: JSON, a list of {name, config, prompts}, config being ours. Each engine is made from the arguments that our own
+configuration gives vLLM, in this process, which pays for the imports once. A line of JSON for each job: its tokens and
+what was drafted and accepted, or the error's type and text.
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ def run(job: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     from outrider.cluster.config import parse_config
 
     arguments = target_engine_arguments(parse_config(job["config"]))
-    if "as_method" in job:
-        arguments["speculative_config"]["method"] = job["as_method"]
     engine = None
     try:
         engine = LLM(**arguments)
-        params = SamplingParams(temperature=0.0, max_tokens=job.get("max_tokens", max_tokens), ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
         answers = [output.outputs[0] for output in engine.generate(prompts, params, use_tqdm=False)]
         counted = [answer.spec_decode_metrics.to_dict() for answer in answers]

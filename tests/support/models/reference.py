@@ -113,11 +113,6 @@ class Reference:
         chosen = logits.gather(1, torch.tensor([list(answer)]).T).squeeze(1)
         return (chosen < logits.topk(count).values[:, -1] - TIE).nonzero().flatten().tolist()
 
-    def behind_best(self, tokens: Sequence[int], token: int) -> float:
-        """Return how far below the largest logit after tokens that of token is."""
-        logits = self.logits(tokens)
-        return float(logits.max() - logits[token])
-
     def check(
         self,
         prompt: Sequence[int],
