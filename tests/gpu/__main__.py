@@ -40,8 +40,6 @@ SHARED = (
     "tests/unit/length",
     "tests/unit/verification",
     "tests/unit/drafter/test_draft_draw.py",
-    "tests/unit/drafter/test_draft_draw_cut.py",
-    "tests/unit/drafter/test_draft_draw_golden.py",
     "tests/unit/drafter/test_draft_loop.py",
     "tests/unit/drafter/test_draft_model.py",
     "tests/unit/drafter/test_draft_vocabulary.py",

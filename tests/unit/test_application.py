@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.serve._private.common import DeploymentStatus, DeploymentStatusInfo, DeploymentStatusTrigger
-from ray.serve._private.deployment_state import DeploymentState
 
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy import app
 from outrider.deploy.app import TAKE_DOWN_S, build, build_app, plan_replica
-from outrider.deploy.processes import StopSignal
-from outrider.deploy.progress import Progress
-from outrider.deploy.server import Server, has_failed
 
 DRAIN_S = 77.0
 
@@ -56,15 +49,6 @@ def test_a_pool_is_a_deployment_of_its_own_on_nodes_of_its_own() -> None:
     assert bound({"method": "ngram"}).keys() == {"Ingress", "Target"}
 
 
-def test_several_front_doors_share_out_what_may_wait() -> None:
-    found = built(num_ingresses=3, max_queued_requests=100)
-    assert found["Ingress"]._deployment_config.num_replicas == 3
-    assert found["Target"]._deployment_config.max_queued_requests == 34
-    one = built(max_queued_requests=100)
-    assert one["Ingress"]._deployment_config.num_replicas == 1
-    assert one["Target"]._deployment_config.max_queued_requests == 100
-
-
 @pytest.mark.parametrize("num_ingresses", [1, 2, 15, 16])
 def test_a_replica_that_all_front_doors_have_filled_hears_an_abort(num_ingresses: int) -> None:
     """A call to each replica waits for a slot there like any other (broadcast.py)."""
@@ -80,31 +64,6 @@ def checkpoint(path: Path, vocab: dict[str, int], vocab_size: int = 300) -> str:
     return str(path)
 
 
-def test_checkpoints_of_another_node_are_not_compared_and_the_log_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    target, away = checkpoint(tmp_path / "target", {"a": 0}), str(tmp_path / "only-there")
-    build({"target": {"model": target}, "drafter": {"method": "draft_model", "model": away}})
-    assert f"{away} is not on this node" in caplog.text
-    (tmp_path / "target" / "config.json").write_text(json.dumps({"vocab_size": 300, "num_attention_heads": 3}))
-    split = {"target": {"model": target, "tensor_parallel_size": 2}}
-    with pytest.raises(ConfigError, match=r"target\.tensor_parallel_size: 2 does not divide the 3 attention heads"):
-        build({**split, "drafter": {"method": "draft_model", "model": away}})
-    assert build({"target": {**split["target"], "model": away}, "drafter": {"method": "ngram"}}) is not None
-
-
-@pytest.mark.parametrize(
-    ("pool", "field"), [({"num_drafters": 2}, "num_drafters"), ({"autoscaling": {"max": 2}}, "autoscaling.max")]
-)
-def test_drafters_that_share_cores_are_told_of_by_the_field_that_says_their_number(
-    monkeypatch: pytest.MonkeyPatch, pool: dict[str, Any], field: str
-) -> None:
-    monkeypatch.setattr(app, "engine_on_gpu", lambda: False)
-    section = {"method": "ngram", "placement": "pool", **pool}
-    warnings = plan_replica(parse_config({"target": {"model": "t"}, "drafter": section})).warnings
-    assert f"drafters on one machine share the cores planned for one of them (drafter.{field})" in warnings
-
-
 def test_a_python_that_ray_cannot_start_is_refused_before_anything_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -118,26 +77,6 @@ def test_a_replica_that_is_taken_down_may_finish_what_it_has_begun(deployments: 
     config = deployments[name]._deployment_config
     assert config.graceful_shutdown_timeout_s == DRAIN_S + TAKE_DOWN_S, "Serve kills it then, its engine's end included"
     assert 0 < config.graceful_shutdown_wait_loop_s <= TAKE_DOWN_S / 5
-
-
-def test_the_first_failure_ends_a_start_though_serve_tries_again() -> None:
-    """By the words that the installed Serve has for it."""
-    failed = SimpleNamespace(
-        _target_state=SimpleNamespace(target_num_replicas=1, rolling_update=False),
-        _record_replica_failure=lambda error: None,
-        _replica_has_started=False,
-        _failed_to_start_threshold=3,
-        _replica_failure_count=1,
-        _curr_status_info=DeploymentStatusInfo(
-            "Target", DeploymentStatus.UPDATING, DeploymentStatusTrigger.CONFIG_UPDATE_STARTED
-        ),
-    )
-    before = failed._curr_status_info
-    DeploymentState.record_replica_startup_failure(failed, "Traceback:\nValueError: no room for 12 KV blocks")
-    assert [has_failed(status) for status in (before, failed._curr_status_info)] == [False, True]
-    server = Server(parse_config({"target": {"model": "t"}}), StopSignal(), Progress(io.StringIO()))
-    text = server._explain_failure(SimpleNamespace(deployments={"Target": failed._curr_status_info}, message=""))  # type: ignore[arg-type]
-    assert text == "target: ValueError: no room for 12 KV blocks"
 
 
 def test_an_application_may_come_before_its_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import socket
@@ -64,26 +63,6 @@ def test_help_loads_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
 
 
-@pytest.mark.parametrize("command", ["doctor", "keys"])
-def test_an_interrupt_is_one_line_whichever_command_it_ends(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    def interrupted(args: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(f"outrider.deploy.cli.{command}.run", interrupted)
-    assert cli.main([command, *{"doctor": ["x"], "keys": ["list"]}[command]]) == 130
-    assert capsys.readouterr().err == "outrider: interrupted\n"
-
-
-def test_a_terminal_of_few_letters_gets_the_others_as_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr("outrider.deploy.cli.keys.run", lambda args: print("three dots: …") or 0)
-    monkeypatch.setattr(sys, "stdout", terminal)
-    assert cli.main(["keys", "list"]) == 0
-    assert terminal.buffer.getvalue() == b"three dots: ?\n"
-
-
 @pytest.mark.parametrize("arguments", [[], ["flood"], ["serve"], ["fetch"], ["serve", "smollm2", "--dtype", "int8"]])
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -108,31 +87,6 @@ def test_serve_explains_a_wrong_configuration_in_one_line(arguments: list[str], 
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     assert result.stdout == ""
-
-
-DIES = """
-import sys
-from outrider.cluster.config import parse_config
-from outrider.deploy import cli, server
-from outrider.deploy.cli import serve
-from outrider.deploy.liveness import ServerDied
-
-def die(self):
-    raise ServerDied("Ray's raylet has ended; logs are in /nowhere")
-
-serve.prepare = lambda args, progress: parse_config({"target": {"model": "none"}})
-server.Server.start, server.Server.wait = lambda self: None, die
-sys.exit(cli.main(["serve", "any"]))
-"""
-
-
-def test_serve_ends_with_1_and_one_line_when_what_it_runs_on_dies() -> None:
-    done = subprocess.run([sys.executable, "-c", DIES], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("outrider: serve: ")]
-    assert said == ["outrider: serve: Ray's raylet has ended; logs are in /nowhere"]
-    assert done.stdout.startswith("outrider: serving none ")
-    assert done.stdout.count("\n") == 1
 
 
 def test_serve_names_a_port_in_use_before_it_fetches(taken_port: int, tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from outrider.cluster import placement as cores_module
 from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
-from outrider.cluster.placement import available_cores, bind_to, plan_cores, thread_environment
+from outrider.cluster.placement import available_cores, bind_to, plan_cores
 
 
 def config(
@@ -28,18 +27,6 @@ def config(
     if drafter:
         data["drafter"]["cores"] = drafter_cores
     return parse_config(data)
-
-
-def test_an_ngram_drafter_takes_only_the_last_core() -> None:
-    plan = plan_cores(config(target_ranks=2, drafter="ngram"), range(8))
-    assert plan.target == ((0, 1, 2, 3), (4, 5, 6))
-    assert plan.drafter == ((7,),)
-
-
-def test_model_ranks_get_equal_shares_and_the_target_the_remainder() -> None:
-    plan = plan_cores(config(target_ranks=2, drafter_ranks=1), range(8))
-    assert plan.target == ((0, 1, 2), (3, 4, 5))
-    assert plan.drafter == ((6, 7),)
 
 
 @pytest.mark.parametrize("drafter", ["draft_model", "ngram", None])
@@ -86,22 +73,6 @@ def test_explicit_cores_are_kept_and_the_other_side_gets_the_rest() -> None:
 def test_impossible_cores_are_refused(wanted: dict[str, list[list[int]]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_cores(config(**wanted), [0, 1])  # type: ignore[arg-type]
-
-
-def test_thread_environment_counts_cores_and_keeps_a_preload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores_module, "preload_libraries", lambda: ("/x/libiomp5.so", "/y/mine.so"))
-    monkeypatch.setenv("LD_PRELOAD", "/y/mine.so")
-    environment = thread_environment([4, 6, 7])
-    assert environment["OMP_NUM_THREADS"] == "3"
-    assert environment["LD_PRELOAD"].split(":") == ["/y/mine.so", "/x/libiomp5.so"]
-    assert environment["KMP_BLOCKTIME"] == "5"
-
-
-def test_malloc_asks_for_huge_pages_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert thread_environment([0])["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
-    assert thread_environment([0])["GLIBC_TUNABLES"].endswith(":glibc.malloc.hugetlb=0")
 
 
 def test_binding_reaches_threads_that_run_already_and_later_ones() -> None:

@@ -68,14 +68,6 @@ def test_what_is_written_is_never_overridden():
     assert list(choices(written())) == []
 
 
-@pytest.mark.parametrize("field", WRITTEN)
-def test_one_field_that_is_written_leaves_the_others_to_the_device(field):
-    section, _, key = field.partition(".")
-    tree: dict[str, Any] = {"target": {"model": "t"}, "drafter": dict(DRAFT_MODEL)}
-    tree.setdefault(section, {})[key] = WRITTEN[field]
-    assert values(with_device_defaults(parse_config(tree), gpu=True)) == {**ON_GPU, field: WRITTEN[field]}
-
-
 def test_a_deadline_in_milliseconds_stays_the_only_one():
     link = with_device_defaults(config(drafter=DRAFT_MODEL, link={"round_deadline_ms": 3000}), gpu=True).link
     assert (link.round_deadline_ms, link.round_deadline_steps) == (3000, None)
@@ -88,15 +80,6 @@ def test_what_is_chosen_is_valid_and_stays_chosen():
         assert again == chosen
         assert with_device_defaults(again, gpu=True) is again
         assert with_device_defaults(pickle.loads(pickle.dumps(chosen)), gpu=True) == chosen
-
-
-def test_without_a_drafter_actor_there_is_no_link_to_choose_for():
-    co_located = {"placement": "co_located", "method": "ngram"}
-    for drafter in (None, co_located):
-        chosen = with_device_defaults(config(drafter=drafter), gpu=True)
-        assert chosen.link.round_deadline_steps is None
-        assert chosen.target.max_num_seqs == 128
-        parse_config(chosen.model_dump())  # co-located drafting refuses a link that is not the default
 
 
 @pytest.mark.parametrize("gpu", [True, False])

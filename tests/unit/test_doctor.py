@@ -120,17 +120,6 @@ def test_every_wrong_configuration_is_told_of_by_its_field(
         assert any(field in line for line in failed), (what, printed)
 
 
-def test_more_gpus_than_there_are_is_told_by_its_field(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.deploy.app.engine_on_gpu", lambda: True)
-    monkeypatch.setattr(doctor, "engine_on_gpu", lambda: True)
-    monkeypatch.setattr(doctor, "gpu_memory", lambda: [(80_000, 79_000)])
-    status, _, failed = examined(tmp_path, capsys, target={"model": str(model), "tensor_parallel_size": 2})
-    assert status == 1
-    assert any("target.tensor_parallel_size: 2 needed, 1 here" in line for line in failed)
-
-
 def test_gpus_need_room() -> None:
     full, free = (80_000, 1_000), (80_000, 79_000)
     assert check_gpus([full, free, free], 2, 0.9) == "2 needed, 3 here"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from outrider.deploy.liveness import drain
-from outrider.deploy.processes import Stopped, StopSignal
 
 
 class Ingresses:
@@ -54,12 +51,6 @@ def test_what_takes_too_long_is_cut() -> None:
     assert busy.said[-1] == "requests ended unfinished: 1"
 
 
-def test_no_time_is_no_wait() -> None:
-    busy = Ingresses([5.0, 6.0])
-    assert busy.drain(0) == 2
-    assert (busy.now_s, busy.asked) == (0.0, 1)
-
-
 def test_a_second_signal_cuts_them_at_once() -> None:
     busy = Ingresses([500.0], press_s=2.0)
     assert busy.drain(120) == 1
@@ -74,13 +65,3 @@ def test_ingresses_that_are_gone_hold_nothing_up() -> None:
 
     assert drain(ask, 120, pressed=lambda _: pytest.fail("waited"), say=said.append) == 0
     assert said == ["no ingress says what is running: ConnectionError: no replica could be asked"]
-
-
-def test_only_a_signal_after_the_first_one_presses() -> None:
-    stop = StopSignal()
-    with pytest.raises(Stopped):
-        stop._on_signal(signal.SIGTERM, None)
-    stop.hold()
-    assert not stop.pressed(0)
-    stop._on_signal(signal.SIGTERM, None)
-    assert stop.pressed(0)

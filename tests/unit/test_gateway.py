@@ -367,67 +367,6 @@ class TestTls:
             front.get("/v1/x")
         assert generate(front.stub())[0] is grpc.StatusCode.UNAVAILABLE
 
-    def test_clients_show_a_certificate_where_it_is_asked_for(self, serve, files, tmp_path) -> None:
-        authority, folder = files
-        front = serve(tls=self.config(folder, client_ca=str(folder / "ca.pem")))
-        with pytest.raises((http.client.HTTPException, OSError)):
-            front.get("/v1/x", self.context(authority))
-        assert (
-            generate(front.stub(grpc.ssl_channel_credentials(authority.certificate)))[0] is grpc.StatusCode.UNAVAILABLE
-        )
-        other = Authority("other")
-
-        def shows(signer: Authority) -> Callable[[], bool]:
-            signed = signer.sign("client")
-            tls = self.context(authority)
-            tls.load_cert_chain(*signed.write(tmp_path, f"client-{id(signer)}"))
-            credentials = grpc.ssl_channel_credentials(authority.certificate, signed.private_key, signed.certificate)
-
-            def taken() -> bool:
-                try:
-                    over_http = front.get("/v1/x", tls).status == 200
-                except (http.client.HTTPException, OSError):
-                    over_http = False
-                over_grpc = generate(front.stub(credentials))[0] is grpc.StatusCode.OK
-                return over_http and over_grpc
-
-            return taken
-
-        assert shows(authority)()
-        assert not shows(other)()
-        (folder / "ca.pem").write_bytes(authority.certificate + other.certificate)
-        until(shows(other))
-        assert shows(authority)()
-        (folder / "ca.pem").write_bytes(other.certificate)
-        until(lambda: not shows(authority)())
-        assert shows(other)()
-
-    def test_a_new_certificate_ends_no_stream(self, serve, files) -> None:
-        authority, folder = files
-        front = serve(tls=self.config(folder))
-        stub = front.stub(grpc.ssl_channel_credentials(authority.certificate))
-        stream = stub.GenerateStream(pb.GenerateStreamRequest(), timeout=PATIENCE_S)
-        next(stream)
-
-        def shown() -> bytes:
-            connection = front.http(self.context(authority))
-            connection.connect()
-            found = connection.sock.getpeercert(binary_form=True)
-            connection.close()
-            return found
-
-        before = shown()
-        authority.sign().write(folder, "server")
-        until(lambda: shown() != before)
-        now = shown()
-        (folder / "server.key").write_bytes(authority.sign().private_key)
-        with pytest.raises(ConfigError, match=r"serving\.gateway\.tls\.certificate: "):
-            front.gateway.reload()
-        assert shown() == now, "a pair that does not match is not taken"
-        front.service.ends.set()
-        assert len(list(stream)) > 0
-        assert stream.code() is grpc.StatusCode.OK
-
     @pytest.mark.parametrize("file", ["certificate", "key", "client_ca"])
     @pytest.mark.parametrize("content", [None, b"no PEM\n"])
     def test_a_file_that_is_wrong_is_named(self, serve, files, file, content) -> None:
@@ -477,50 +416,15 @@ def headers(path: bytes, method: bytes = b"\x83", flags: int = END_HEADERS | END
 
 
 class TestBodies:
-    def test_beyond_the_limit(self, serve) -> None:
-        front = serve(max_body_bytes=50_000)
-        assert json.loads(front.request("POST", "/v1/x", bytes(50_000)).body)["body"] == 50_000
-        answer = front.request("POST", "/v1/x", bytes(50_001))
-        assert (answer.status, answer.error["type"]) == (413, "invalid_request_error")
-
-    def test_without_a_length(self, serve) -> None:
-        front = serve(header_timeout_s=1, idle_timeout_s=0.5)
-        chunked = b"POST /v1/x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n"
-        assert b" 411 " in exchange(front.gateway.http_port, chunked)
-        assert front.request("POST", "/v1/x", None).status == 200
-        for method in (b"\x82", b"\x83"):  # over HTTP/2 nothing says that a body comes
-            sent = PREFACE + headers(b"/v1/x", method, END_HEADERS)
-            assert b"Content-Length" in exchange(front.gateway.http_port, sent, frame(DATA, 0, 1, b"a"))
-
     @pytest.mark.parametrize("sent", [b"GET / HT", b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n1", b""])
     def test_too_slow(self, serve, sent) -> None:
         assert b" 408 " in exchange(serve(header_timeout_s=0.3).gateway.http_port, sent)
-
-    @pytest.mark.parametrize(
-        "sent",
-        [b"PRI * HT", PREFACE, PREFACE + headers(b"/a")[:-4], PREFACE + headers(b"/a", flags=END_STREAM)],
-        ids=["preface", "idle", "frame", "continuation"],
-    )
-    def test_too_slow_over_grpc(self, serve, sent) -> None:
-        exchange(serve(header_timeout_s=0.3, idle_timeout_s=0.3).gateway.grpc_port, sent)
 
     def test_a_message_that_does_not_come(self, serve) -> None:
         front = serve(header_timeout_s=0.3, idle_timeout_s=0.3)
         sent = PREFACE + headers(b"/outrider.v1.GenerationService/Generate", flags=END_HEADERS)
         assert b"did not arrive in time" in exchange(front.gateway.grpc_port, sent)
         assert not front.service.metadata
-
-    def test_compressed_messages(self, serve) -> None:
-        stub = serve().stub()
-        call = lambda: stub.Generate(pb.GenerateRequest(text="a" * 2000), compression=grpc.Compression.Gzip)  # noqa: E731
-        assert status_of(call)[0] is grpc.StatusCode.UNIMPLEMENTED
-
-
-def test_a_client_that_does_not_read(serve) -> None:
-    front = serve(idle_timeout_s=0.5)
-    with socket.create_connection(("127.0.0.1", front.gateway.http_port)) as connection:
-        connection.sendall(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert front.http_backend.cut.wait(PATIENCE_S)
 
 
 def test_a_client_that_leaves_ends_its_stream(serve) -> None:
@@ -544,20 +448,6 @@ def test_clients_that_wait_are_not_idle(serve) -> None:
         front.http_backend.released.set()
         assert calls[0].result()[0] is grpc.StatusCode.OK
         assert calls[1].result().status == 200
-
-
-def test_connections_of_an_address_count_over_all_ports(serve) -> None:
-    front = serve(max_connections_per_address=3, idle_timeout_s=PATIENCE_S)
-    held = [front.http() for _ in range(3)]
-    for connection in held:
-        connection.request("GET", "/v1/x")
-        assert connection.getresponse().read()
-    assert generate(front.stub())[0] is grpc.StatusCode.UNAVAILABLE
-    with pytest.raises((http.client.HTTPException, OSError)):
-        front.get("/v1/x")
-    for connection in held:
-        connection.close()
-    until(lambda: generate(front.stub())[0] is grpc.StatusCode.OK)
 
 
 STEERING = {
@@ -595,14 +485,6 @@ def test_what_only_the_gateway_may_say(serve) -> None:
     assert re.fullmatch(r"50S|(49|50)\d{3}m", got["x-outrider-timeout"]), "the deadline, as this gRPC rounds it"
 
 
-def test_a_path_that_is_no_utf8(serve) -> None:
-    front = serve(header_timeout_s=0.3, idle_timeout_s=0.3)
-    assert b"grpc-status\x0212" in exchange(front.gateway.grpc_port, PREFACE + headers(b"/\xff\xfe"))
-    assert b"not valid HTTP" in exchange(front.gateway.http_port, PREFACE + headers(b"/\xff\xfe", b"\x82"))
-    assert b" 400 " in exchange(front.gateway.http_port, b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert generate(front.stub())[0] is grpc.StatusCode.OK
-
-
 def test_status_calls_take_no_place_of_generation(serve) -> None:
     front = serve()
     front.service.released.clear()
@@ -619,19 +501,6 @@ def test_status_calls_take_no_place_of_generation(serve) -> None:
     codes = [call.code() for call in calls]
     assert (codes.count(grpc.StatusCode.OK), codes.count(grpc.StatusCode.UNAVAILABLE)) == (8, 4)
     assert any("busy" in call.details() for call in calls)
-
-
-def test_the_admin_port(serve) -> None:
-    front = serve(admin_port=0)
-    for path in ("/metrics", "/outrider/v1/status", "/%6detrics", "/metrics?a"):
-        assert front.get(path).status == 404
-    admin = front.gateway.admin_port
-    assert "x-outrider-gateway" in front.get("/metrics", port=admin).echoed
-    assert front.get("/outrider/v1/status", port=admin).status == 200
-    assert b"haproxy_frontend_" in front.get("/haproxy/metrics", port=admin).body
-    assert b"HAProxy" in front.get("/stats", port=admin).body
-    assert front.get("/v1/x", port=admin).status == 404
-    assert b"HAProxy" not in front.get("/stats").body
 
 
 def test_errors_when_nothing_listens_behind(serve) -> None:
@@ -669,15 +538,6 @@ def test_drain_lets_a_stream_end_and_takes_nothing_new(serve) -> None:
         assert len(list(stream)) >= 0
         assert stream.code() is grpc.StatusCode.OK
         assert drained.result(), "idle connections and watches do not hold it up"
-
-
-def test_drain_cuts_what_is_left_at_its_limit(serve) -> None:
-    front = serve()
-    stream = front.stub().GenerateStream(pb.GenerateStreamRequest(), timeout=PATIENCE_S)
-    next(stream)
-    assert not front.gateway.drain(0.2)
-    assert not front.gateway.alive()
-    assert status_of(lambda: list(stream))[0] is not grpc.StatusCode.OK
 
 
 def test_haproxy_ends_with_its_parent() -> None:

@@ -45,11 +45,6 @@ def test_a_schema_and_a_grammar_are_texts_or_files(tmp_path: Path) -> None:
     assert options("--grammar", str(tmp_path / "grammar.ebnf")) == {"grammar": grammar}
 
 
-def test_the_other_constraints() -> None:
-    assert options("--json-object") == {"json_object": True}
-    assert options("--choice", "a", "--choice", "b") == {"choice": ["a", "b"]}
-
-
 @pytest.mark.parametrize(
     "flags",
     [

@@ -134,14 +134,6 @@ def test_json_is_one_object_with_every_key(address: str, capsys: pytest.CaptureF
     }
 
 
-def test_several_answers_are_labelled_and_printed_whole(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert outrider_generate("--address", address, "--n", "2", "two") == 0
-    printed = capsys.readouterr()
-    assert printed.out == "--- answer 0 (length)\na\n--- answer 1 (stop)\nb\n"
-    assert "7 tokens in" in printed.err
-    assert "finished: length, stop" in printed.err
-
-
 @pytest.mark.parametrize("flag", ["--logprobs", "--prompt-logprobs"])
 def test_logprobs_are_not_asked_for_where_they_would_not_be_seen(
     address: str, service: ScriptedService, flag: str, capsys: pytest.CaptureFixture[str]
@@ -210,13 +202,3 @@ def test_an_interrupt_cancels_the_request_and_exits_130(address: str, service: S
     assert child.returncode == 130
     assert error == "outrider: interrupted\n"
     assert service.cancelled.wait(HANG_GUARD_S)
-
-
-def test_a_reader_that_leaves_ends_the_program_without_a_trace(address: str) -> None:
-    with as_a_program("--address", address, "hello") as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        child.stdout.close()
-        error = child.stderr.read()
-    assert child.returncode == 1
-    assert error == ""

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import __main__ as gpu
-from tests.gpu import parts
-
 ROOT = Path(__file__).parents[2]
 BARE = """
 import sys
@@ -64,19 +61,6 @@ def run(arguments, environment, timeout=300, cwd=ROOT):
     )
 
 
-def test_the_bare_environment_is_bare(tmp_path):
-    for name in ("vllm", "ray", "pydantic", "outrider"):
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {name}"],
-            cwd="/",
-            env=bare(tmp_path, ALL),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert "ModuleNotFoundError" in done.stderr
-
-
 def test_everything_listed_has_its_imports_and_fixtures_in_a_bare_checkout(tmp_path):
     done = run(["tests.gpu", "--setup-plan", "-q"], bare(tmp_path, ALL), cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
@@ -96,61 +80,6 @@ def test_the_gpu_tests_run_in_a_bare_checkout(tmp_path):
     for part in ("kernels", "links"):
         assert re.search(rf"^{part} +[1-9]\d* +0 +\d+ +\d+  ok$", done.stdout, re.MULTILINE), done.stdout[-2000:]
     assert "tests/gpu/test_training" not in done.stdout, "it was skipped"
-
-
-def test_each_part_runs_whatever_the_former_came_to_and_the_report_tells(tmp_path, monkeypatch, capsys):
-    """A test fails in the first part, the second dies of a signal as of a crash in CUDA, the third passes."""
-    sources = {
-        "gpu/test_kernel.py": """
-import pytest
-def test_right(): pass
-def test_wrong(): assert 1 == 2, "tokens differ"
-def test_lacks(): pytest.skip("no GPU is visible")
-""",
-        "links/test_link.py": """
-import os, signal
-def test_first(): pass
-def test_crash(): os.kill(os.getpid(), signal.SIGKILL)
-""",
-        "gpu/engines/test_engine.py": """
-def test_measures(capsys):
-    with capsys.disabled():
-        print("\\nmeasured: batch 1 | 2.500")
-""",
-    }
-    for name, source in sources.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(source)
-    for name, value in {
-        "HERE": f"{tmp_path}/gpu",
-        "LINKS": (f"{tmp_path}/links",),
-        "SHARED": (),
-        "CONFIGURED": (),
-    }.items():
-        monkeypatch.setattr(gpu, name, value)
-    monkeypatch.setattr(gpu, "why_no_engines", lambda: "")
-    monkeypatch.chdir(tmp_path)
-    assert gpu.main(["-q"]) == 1
-    printed, report = capsys.readouterr().out, (tmp_path / gpu.REPORT).read_text()
-    for row in (
-        r"kernels +1 +1 +1 +\d+  FAILED",
-        r"links +1 +0 +0 +\d+  FAILED: ended by SIGKILL in .*test_link.py::test_crash",
-        r"engines +1 +0 +0 +\d+  ok",
-        r"  .*test_kernel.py::test_wrong: AssertionError: tokens differ",
-        r"  1 x no GPU is visible",
-        r"  batch 1 \| 2.500",
-    ):
-        assert re.search(f"^{row}$", printed, re.MULTILINE), (row, printed)
-        assert re.search(f"^{row}$", report, re.MULTILINE), (row, report)
-    assert printed.endswith(f"send back: {tmp_path / gpu.REPORT}\n")
-    assert "def test_wrong" in report, "with the traceback"
-
-
-def test_a_part_that_hangs_is_ended(tmp_path, monkeypatch):
-    (tmp_path / "test_hang.py").write_text("import time\ndef test_first(): pass\ndef test_hang(): time.sleep(3600)\n")
-    monkeypatch.setattr(parts, "GRACE_S", 5.0)
-    part = parts.run_tests("links", ["-c", os.devnull, str(tmp_path)], limit_s=10.0)
-    assert part.problem.startswith("ended after 10 s"), part
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run here")

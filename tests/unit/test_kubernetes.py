@@ -7,9 +7,6 @@ KubeRay's definitions (kuberay/README.md), in which pod templates and services a
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +26,6 @@ from outrider.deploy.gateway import TOKEN_VARIABLE
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
-IMAGES = sorted((ROOT / "deploy" / "images").glob("*.Dockerfile"))
 KUBERNETES = "1.36"
 """The API that KubeRay 1.7.0 is built with."""
 
@@ -151,26 +147,6 @@ def test_every_document_fits_its_schema(document: Tree) -> None:
     check_document(document)
 
 
-@pytest.mark.skipif(
-    shutil.which("kubectl") is None, reason="kubectl, whose Kustomize puts overlays together, is not here"
-)
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_kustomize_makes_of_an_overlay_what_is_looked_at_here(overlay: str) -> None:
-    command = ["kubectl", "kustomize", str(FOLDER / "overlays" / overlay)]
-    made = list(yaml.safe_load_all(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    for document in made:
-        check_document(document)
-    ours = [document for _, document in documents(FOLDER / "overlays" / overlay)]
-    for document in ours:
-        if document["kind"] != "Namespace":
-            document["metadata"]["namespace"] = "outrider"
-    assert sorted(made, key=named) == sorted(ours, key=named)
-
-
-def named(document: Tree) -> tuple[str, str]:
-    return document["kind"], document["metadata"]["name"]
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_containers_are_confined(overlay: str) -> None:
     confined = {
@@ -213,27 +189,6 @@ def test_what_ray_and_vllm_write_to_can_be_written(overlay: str) -> None:
 def gibibytes(quantity: str) -> int:
     assert quantity.endswith("Gi")
     return int(quantity.removesuffix("Gi"))
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_resources_are_asked_for_and_bounded(overlay: str) -> None:
-    for role, group in groups(overlay):
-        for container in group["template"]["spec"]["containers"]:
-            resources = container["resources"]
-            for name in ("cpu", "memory", "ephemeral-storage"):
-                assert resources["requests"][name], (role, name)
-                assert resources["limits"][name], (role, name)
-            assert resources["requests"].get("nvidia.com/gpu") == resources["limits"].get("nvidia.com/gpu")
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_ports_have_the_names_and_numbers_that_kuberay_and_the_configuration_want(overlay: str) -> None:
-    gateway = configuration(overlay).serving.gateway
-    expected = {"serve": gateway.http_port, "serve-grpc": gateway.grpc_port, "outrider-admin": gateway.admin_port}
-    for role, group in groups(overlay):
-        ports = {port["name"]: port["containerPort"] for port in containers(group)["ray"]["ports"]}
-        assert expected.items() <= ports.items(), role
-    assert cluster(overlay)["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -367,48 +322,3 @@ def test_policies_and_budgets_find_their_pods(overlay: str) -> None:
         wanted = budget["spec"]["selector"]["matchLabels"]
         assert wanted.items() <= pods[wanted["outrider-role"]].items()
         assert isinstance(budget["spec"]["minAvailable"], int), "a RayCluster has no scale subresource"
-
-
-def test_clients_reach_the_two_ports_of_the_gateway_and_nothing_else() -> None:
-    gateway = configuration("gpu").serving.gateway
-    policy = installed("gpu", "NetworkPolicy")[0]["spec"]["ingress"]
-    reached = {}
-    for rule in policy:
-        (source,) = rule["from"]
-        labels = source.get("podSelector", {}).get("matchLabels", {}) | source.get("namespaceSelector", {}).get(
-            "matchLabels", {}
-        )
-        reached["/".join(sorted(labels.values()))] = [port["port"] for port in rule.get("ports", [])]
-    assert reached == {
-        "outrider": [],  # each other, on any port
-        "true": [gateway.http_port, gateway.grpc_port],
-        "monitoring": [gateway.admin_port, 8080],
-        "kuberay-operator/kuberay-system": [8265, gateway.http_port],
-    }
-
-
-@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
-def test_images(image: Path) -> None:
-    text = image.read_text()
-    kind = image.name.removesuffix(".Dockerfile")
-    assert re.findall(r"^FROM (\S+)", text, re.M) == ["${BASE}"] * 2, "any base, from no registry"
-    assert re.findall(r"^ARG BASE=\w+:\d+\.\d+\.\d+\S*$", text, re.M), "by default a tag that names a patch release"
-    assert f"--accelerator {kind} --serving" in text
-    assert re.findall(r"^USER (.*)", text, re.M) == ["1000:1000"]
-    assert "bash" in text, "KubeRay starts Ray by it"
-    assert "wget" in text, "KubeRay's own probes use it"
-    ignored = image.with_name(f"{image.name}.dockerignore").read_text().splitlines()
-    assert "*" in ignored
-    assert {f"!{name}" for name in ("actors", "cluster", "deploy", "protos", "pyproject.toml")} <= set(ignored)
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f"outrider:{version}-{kind}" in text
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_pods_run_the_image_of_their_kind(overlay: str) -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    kind = overlay.split("-")[0]
-    for _, group in groups(overlay):
-        for container in containers(group).values():
-            assert container["image"] == f"outrider:{version}-{kind}"
-            assert json.dumps(container).count("latest") == 0

@@ -1,21 +1,17 @@
 """Whom a verifier is linked to when its own drafter comes and goes. Registry, drafters and links are scripted."""
 
-import json
 import queue
 import threading
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 
 from outrider.cluster.config import ConfigError, parse_config
-from outrider.cluster.drafter_registry import DrafterRegistry, LinkGrant, LinkReport, Member
+from outrider.cluster.drafter_registry import DrafterRegistry, LinkReport, Member
 from outrider.cluster.link import HANG, LinkError
 from outrider.cluster.link import keeper as link_keeper
-from outrider.cluster.link.keeper import LOST_S, FailbackPolicy, LinkKeeper, ReplicaIdentity, StuckDrafterDetector
+from outrider.cluster.link.keeper import FailbackPolicy, LinkKeeper, ReplicaIdentity, StuckDrafterDetector
 from outrider.cluster.link.link import LinkCounters
-from outrider.cluster.placement import NAMESPACE
-from outrider.cluster.vocabulary import marks_of
 from tests.support.clock import Clock
 
 SOON_S = 60.0
@@ -160,40 +156,6 @@ def test_a_drafter_that_is_silent_on_two_links_is_restarted(keeper):
     assert keeper.restarted.get(timeout=SOON_S) == "D1"
 
 
-def test_a_restart_ends_the_drafters_process_and_ray_begins_another(monkeypatch):
-    """The keeper's own, which the scripted one above has in its place. tests/faults has it with real processes."""
-    killed = []
-    monkeypatch.setattr(link_keeper.ray, "get_actor", lambda name, namespace: (name, namespace))
-    monkeypatch.setattr(link_keeper.ray, "kill", lambda actor, no_restart: killed.append((actor, no_restart)))
-    LinkKeeper._restart(ScriptedKeeper(), "Drafter:r1")
-    assert killed == [(("Drafter:r1", NAMESPACE), False)]
-
-
-def test_a_question_that_is_lost_is_asked_once_more(monkeypatch):
-    asked, clock = [], Clock()
-    ready = SimpleNamespace(remote=lambda: asked.append(len(asked)) or f"question {len(asked)}")
-    monkeypatch.setattr(link_keeper.time, "monotonic", clock)
-    monkeypatch.setattr(link_keeper.ray, "get_actor", lambda name, namespace: SimpleNamespace(ready=ready))
-    monkeypatch.setattr(link_keeper.ray, "wait", lambda questions, timeout: ([], questions))
-    keeper = ScriptedKeeper()
-    for clock.now, questions in ((0.0, 1), (LOST_S - 1, 1), (LOST_S, 2), (2 * LOST_S - 1, 2)):
-        assert not LinkKeeper._is_ready(keeper, "D1")
-        assert len(asked) == questions
-
-
-def test_of_drafters_that_are_gone_nothing_is_kept(monkeypatch):
-    """A pool has many in a target's life, each under a name of its own."""
-    clock = Clock()
-    ready = SimpleNamespace(remote=lambda: "question")
-    monkeypatch.setattr(link_keeper.time, "monotonic", clock)
-    monkeypatch.setattr(link_keeper.ray, "get_actor", lambda name, namespace: SimpleNamespace(ready=ready))
-    keeper = ScriptedKeeper()
-    for number in range(10):
-        assert not LinkKeeper._is_ready(keeper, f"D{number}")
-        clock.now += LOST_S / 2
-    assert keeper._ready.keys() == {"D8", "D9"}
-
-
 def silent_links(deadline_s, *heard):
     """The number of the link after which the drafter is restarted; None: it is not."""
     links = StuckDrafterDetector(deadline_s)
@@ -275,42 +237,6 @@ def test_a_home_that_cannot_be_linked_to_is_tried_less_often_and_borrowed_links_
     homing.failed()
     homing.link_ended()
     assert looks_until_due(homing, clock) == 2 * FailbackPolicy.FIRST_S
-
-
-class Inviting(LinkKeeper):
-    """Everybody is ready, and no link comes of it."""
-
-    def __init__(self, target, drafter):
-        config = parse_config({"target": {"model": target}, "drafter": drafter})
-        identity = ReplicaIdentity("r1", "Registry")
-        super().__init__(config, identity, vocab_size=9, decode=list, on_link=list)
-
-    def _wait_until_ready(self, grant, drafter):
-        return "10.0.0.1"
-
-    def _ask_registry(self, method, *args):
-        return bytes(32)
-
-    @staticmethod
-    def _host_towards(drafter_host):
-        return "127.0.0.1"
-
-
-def test_a_draft_model_is_told_what_the_targets_ids_mean(tmp_path, monkeypatch):
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
-    invited = []
-
-    def host_link(**given):
-        invited.append(given["vocabulary"])
-        raise LinkError("enough")
-
-    monkeypatch.setattr(link_keeper, "host_link", host_link)
-    monkeypatch.setattr(link_keeper.ray, "get_actor", lambda name, namespace: None)
-    for drafter in ({"method": "draft_model", "model": "d"}, {"method": "ngram"}):
-        with pytest.raises(LinkError, match="enough"):
-            Inviting(str(tmp_path), drafter)._connect(LinkGrant(1, "D1"))
-    assert invited == [marks_of(str(tmp_path)), ()]
-    assert invited[0]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "hccl", "xccl"])

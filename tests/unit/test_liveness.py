@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
-
-import psutil
 import pytest
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
-from outrider.cluster.config import parse_config
 from outrider.deploy import liveness
-from outrider.deploy.liveness import ApplicationHealth, ServerDied, keep_asking
-from outrider.deploy.processes import Stopped, StopSignal
-from outrider.deploy.progress import Progress
-from outrider.deploy.server import Server, all_serve
+from outrider.deploy.liveness import ApplicationHealth
+from outrider.deploy.server import all_serve
 
 RUNNING = (True, True, "RUNNING")
 REPLACING = (True, False, "UNHEALTHY\na replica failed its health check")
@@ -72,46 +64,6 @@ def test_what_does_not_come_back_is_a_failure(
     watched: Watched, state: tuple[bool, bool, str] | str, seconds: float, failure: str
 ) -> None:
     assert watched.during(seconds, state) == failure
-
-
-def test_an_application_does_not_count_as_gone_while_the_controller_is_away(watched: Watched) -> None:
-    assert watched.during(25.0, GONE) is None
-    assert watched.during(40.0, "away") is None
-    assert watched.during(5.0, RUNNING) is None
-
-
-def test_asking_goes_on_after_a_failure_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "ASK_EVERY_S", 0.001)
-    stopped, health = threading.Event(), ApplicationHealth()
-    asked = 0
-
-    def ask() -> tuple[bool, bool, str]:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            raise ConnectionError("no controller")
-        stopped.set()
-        return RUNNING
-
-    keep_asking(ask, health, stopped)
-    assert asked == 2
-    assert health._said == "RUNNING"
-
-
-def test_an_ended_daemon_of_ray_ends_the_server_unless_a_signal_came_too() -> None:
-    stop = StopSignal()
-    server = Server(parse_config({"target": {"model": "none"}}), stop, Progress())
-    health = ApplicationHealth()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as daemon:
-        server._daemons = {daemon.pid: "raylet"}
-        server._check_lives(health)
-        daemon.kill()
-        psutil.wait_procs([psutil.Process(daemon.pid)], timeout=30)
-        with pytest.raises(ServerDied, match="Ray's raylet has ended"):
-            server._check_lives(health)
-        stop._event.set()
-        with pytest.raises(Stopped):
-            server._check_lives(health)
 
 
 def application(**running: int) -> ApplicationStatusOverview:

@@ -35,12 +35,6 @@ def test_every_package_is_listed():
     assert settings["package-dir"] == FOLDERS
 
 
-def test_every_folder_with_code_is_a_package():
-    for folder in FOLDERS.values():
-        for module in (ROOT / folder).rglob("*.py"):
-            assert (module.parent / "__init__.py").exists(), f"{module.parent} has no __init__.py"
-
-
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_the_wheel_has_what_the_checkout_has(tmp_path):

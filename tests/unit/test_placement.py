@@ -25,16 +25,6 @@ def test_ranks_of_a_model_share_a_bundle_which_ray_never_splits_over_nodes() -> 
     assert placement.strategy == "PACK", "the drafter on the same node where there is room"
 
 
-def test_so_do_the_ranks_of_all_pipeline_stages() -> None:
-    target = {"model": "t", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    config = parse_config({"target": target, "drafter": {"method": "ngram"}})
-    placement = placement_of(config, None)
-    assert placement.bundles[0] == {"GPU": 4.0, "CPU": 5.0}
-    assert placement.target_bundle_indices == (0, 0, 0, 0)
-    plan = plan_cores(config, range(9))
-    assert (plan.target, plan.drafter) == (((0, 1), (2, 3), (4, 5), (6, 7)), ((8,),))
-
-
 def test_an_ngram_drafter_takes_no_gpu() -> None:
     placement = placement_of(config(method="ngram"), None)
     assert placement.total("GPU") == 1

@@ -18,9 +18,7 @@ from outrider.deploy.models.check import (
 )
 from outrider.deploy.models.store import (
     FETCHED_WHEN_MISSING,
-    MODELS,
     PRESET_MODELS,
-    DrafterSource,
     models_dir,
     write_manifest,
 )
@@ -67,18 +65,6 @@ def test_a_preset_uses_the_copies_that_are_fetched() -> None:
     assert models_to_fetch("qwen-coder", Overrides()) == ["Qwen2.5-Coder-0.5B-Instruct"]
 
 
-def test_what_is_not_written_stays_so() -> None:
-    """Defaults that depend on the device are chosen where nothing is written, after options and copies."""
-    config = resolve_config("qwen-coder", Overrides(dtype="float32", grpc_port=7))
-    assert config.serving.model_fields_set == {"gateway"}
-    assert isinstance(config.serving.gateway, GatewayConfig)
-    assert config.serving.gateway.model_fields_set == {"grpc_port"}
-    assert "max_num_seqs" not in config.target.model_fields_set
-    assert isinstance(config.drafter, DraftModelConfig)
-    assert "prefill_chunk_tokens" not in config.drafter.model_fields_set
-    assert {"round_deadline_ms", "link_deadline_ms"} == config.link.model_fields_set
-
-
 def test_a_file_keeps_its_hub_id_even_when_a_copy_is_fetched(tmp_path: Path) -> None:
     fetched("SmolLM2-135M-Instruct")
     file = tmp_path / "mine.yaml"
@@ -92,17 +78,6 @@ def test_what_is_overridden_need_not_be_fetched(tmp_path: Path) -> None:
     assert models_to_fetch("smollm2", Overrides()) == [target, drafter]
     assert models_to_fetch("smollm2", Overrides(drafter=path)) == [target]
     assert models_to_fetch("smollm2", Overrides(target=path, drafter=path)) == []
-
-
-def test_a_shipped_drafter_of_an_earlier_version_is_assembled_again() -> None:
-    source = MODELS["SmolLM2-135M-Instruct-drafter"]
-    assert isinstance(source, DrafterSource)
-    path = checkpoint(models_dir() / source.name)
-    write_manifest(path, {"drafter_of": {}, "tensors_sha256": "of another version"})
-    assert source.name in models_to_fetch("smollm2", Overrides())
-    now = json.loads((source.stored / "drafter.json").read_text())["tensors_sha256"]
-    write_manifest(path, {"drafter_of": {}, "tensors_sha256": now})
-    assert source.name not in models_to_fetch("smollm2", Overrides())
 
 
 def test_overrides_reach_their_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,29 +100,6 @@ def test_dtype_leaves_an_ngram_drafter_alone(tmp_path: Path) -> None:
     assert resolve_config(str(file), Overrides(dtype="float32")).target.dtype == "float32"
     with pytest.raises(ConfigError, match=r"drafter: --drafter names a draft model, but .* is of method ngram"):
         resolve_config(str(file), Overrides(drafter="/x"))
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "message"),
-    [
-        (
-            "smolm2",
-            Overrides(),
-            r"config: 'smolm2' is neither a preset \(gpt-oss-120b, llama-70b, llama-70b-pool, .*smollm2\) nor a file",
-        ),
-        ("smollm2", Overrides(drafter="/x"), r"drafter\.model: /x does not exist"),
-        (
-            "smollm2",
-            Overrides(target="/no/such/dir"),
-            r"/no/such/dir does not exist.*; .*outrider fetch",
-        ),
-        ("qwen-coder", Overrides(drafter="./missing"), r"drafter\.model: \./missing does not exist"),
-        ("smollm2", Overrides(grpc_port=70000), r"serving\.gateway\.grpc_port"),
-    ],
-)
-def test_wrong_names_and_options_are_explained(name: str, overrides: Overrides, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve_config(name, overrides)
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -247,30 +199,3 @@ def test_a_draft_model_with_other_added_tokens_is_taken_and_what_is_common_is_ha
     ingress = build_app(config, plan_replica(config))._bound_deployment
     (replica,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
     assert replica.init_args[3] == 4
-
-
-def test_checkpoints_are_checked_from_their_files(tmp_path: Path) -> None:
-    target = checkpoint(tmp_path / "t", vocab={"a": 0})
-    twin = checkpoint(tmp_path / "twin", vocab={"a": 0})
-    stranger = checkpoint(tmp_path / "stranger", vocab={"a": 1})
-    padded = checkpoint(tmp_path / "padded", vocab={"a": 0}, vocab_size=90)
-
-    def with_drafter(path: Path, ranks: int = 1, **more: object) -> None:
-        drafter = {"method": "draft_model", "model": str(path), "tensor_parallel_size": ranks, **more}
-        check_models(parse_config({"target": {"model": str(target)}, "drafter": drafter}))
-
-    with_drafter(twin)
-    with_drafter(padded, draft_vocab_size=90)
-    with pytest.raises(ConfigError, match=r"drafter\.model: its tokenizer differs"):
-        with_drafter(stranger)
-    (padded / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"drafter\.model: its vocabulary has 90 tokens"):
-        with_drafter(padded)
-    with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 5"):
-        with_drafter(twin, ranks=5)
-
-
-def test_a_hub_id_that_cannot_be_had_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match=r"target\.model: 'no/such-model' is no local checkpoint directory"):
-        check_models(parse_config({"target": {"model": "no/such-model"}}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from google.protobuf.message import Message
 from outrider.v1 import generation_pb2 as pb
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
-SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 
 
 def stubs(root: Path) -> dict[str, bytes]:
@@ -41,19 +39,3 @@ def test_both_ways_to_generate_take_the_same_fields() -> None:
 def test_every_scalar_of_a_request_tells_unset_from_zero(message: type[Message]) -> None:
     scalars: list[FieldDescriptor] = [field for field in message.DESCRIPTOR.fields if not field.is_repeated]
     assert [field.name for field in scalars if not field.has_presence] == []
-
-
-def test_every_rpc_has_messages_of_its_own_name() -> None:
-    for rpc in SERVICE.methods:
-        assert (rpc.input_type.name, rpc.output_type.name) == (f"{rpc.name}Request", f"{rpc.name}Response")
-
-
-def test_every_declaration_has_a_comment() -> None:
-    lines = [line.strip() for line in (PROTOS / "outrider/v1/generation.proto").read_text().splitlines()]
-    starts = ("message ", "enum ", "service ", "rpc ", "oneof ", "optional ", "repeated ", "map<")
-    bare = [
-        line
-        for before, line in itertools.pairwise(lines)
-        if (line.startswith(starts) or " = " in line) and not line.startswith("//") and not before.startswith("//")
-    ]
-    assert bare == []

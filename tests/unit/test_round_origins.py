@@ -57,34 +57,9 @@ def log_of(*rounds: tuple[int, SpeculationTotals | None], speculating: bool = Tr
     return log
 
 
-def test_rounds_that_are_read_late_are_taken_together() -> None:
-    last = SpeculationTotals(2, 4, 3)
-    log = log_of((1, SpeculationTotals()), (2, SpeculationTotals(1, 2, 1)), (3, last), (1, last))
-    first = log.take("r", 0, 3)
-    assert (first.origins, first.num_rounds) == ((PLAIN, ACCEPTED, RECOVERED), 2)
-    rest = log.take("r", 0, 4)
-    assert (rest.origins, rest.num_rounds) == ((ACCEPTED, ACCEPTED, BONUS, PLAIN), 2)
-    assert log.take("r", 0, 0).num_rounds == 0
-
-
-def test_answers_of_one_request_are_counted_apart() -> None:
-    log = RoundLog(speculating=True)
-    log.watch("r")
-    log.note("r", 0, 2, SpeculationTotals(1, 1, 1))
-    log.note("r", 1, 1, SpeculationTotals(1, 1, 0))
-    assert log.take("r", 1, 1).origins == (RECOVERED,)
-    assert log.take("r", 0, 2).origins == (ACCEPTED, BONUS)
-
-
 @pytest.mark.parametrize(("speculating", "expected"), [(True, UNKNOWN), (False, PLAIN)])
 def test_what_nothing_counts_is_plain_only_where_nothing_drafts(speculating: bool, expected: str) -> None:
     assert log_of((1, None), speculating=speculating).take("r", 0, 1).origins == (expected,)
-
-
-@pytest.mark.parametrize("wanted", [1, 4])
-def test_tokens_that_do_not_add_up_to_rounds_are_unknown(wanted: int) -> None:
-    taken = log_of((3, SpeculationTotals(1, 2, 2))).take("r", 0, wanted)
-    assert (taken.origins, taken.num_rounds) == ((UNKNOWN,) * wanted, 0)
 
 
 def test_a_request_that_nobody_watches_leaves_nothing_and_has_unknown_tokens() -> None:

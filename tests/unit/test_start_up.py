@@ -50,14 +50,6 @@ def test_only_engines_import_vllm_and_torch() -> None:
     assert heavy_after("\n".join([*(f"import {module}" for module in LIGHT), LOOK_UP_DRAFTERS])) == []
 
 
-def test_the_configuration_imports_no_library_of_numbers_or_of_a_cluster() -> None:
-    assert heavy_after("import outrider.cluster.config", (*HEAVY, "numpy", "ray", "grpc")) == []
-
-
-def test_the_checks_above_see_a_heavy_import() -> None:
-    assert heavy_after("import outrider.cluster.link.device_wire", (*HEAVY, "numpy")) == ["torch", "numpy"]
-
-
 @pytest.mark.parametrize("form", ["%(levelname)s %(message)s", '{"level": "INFO", "message": "%(message)s"}'])
 def test_a_replicas_stages_are_read_back_from_its_log(form: str) -> None:
     stream, clock = io.StringIO(), Clock(100.0)

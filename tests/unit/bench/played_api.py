@@ -1,14 +1,9 @@
-"""A server of OpenAI's API that says the same two words to everything, in this process or, as ``main``, in one that is
-started as `vllm serve` is."""
+"""A server of OpenAI's API that says the same two words to everything, in this process."""
 
 from __future__ import annotations
 
 import json
-import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-REFUSED = "suffix"
-"""The method with which it does not start."""
 
 
 class Api(BaseHTTPRequestHandler):
@@ -47,15 +42,3 @@ class Api(BaseHTTPRequestHandler):
 
 def server(port: int = 0) -> ThreadingHTTPServer:
     return ThreadingHTTPServer(("127.0.0.1", port), type("ThisApi", (Api,), {"prompts": []}))
-
-
-def main() -> None:
-    options = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
-    speculative = json.loads(options.get("--speculative-config", "{}"))
-    if speculative.get("method") == REFUSED:
-        raise ValueError(f"{REFUSED} is refused")
-    server(int(options["--port"])).serve_forever()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy import cli
-from outrider.deploy.bench.arguments import add_arguments, candidates, check, load_options, with_cores
+from outrider.deploy.bench.arguments import add_arguments, candidates, check, load_options
 from outrider.deploy.bench.load import Load
-
-NGRAM = parse_config({"target": {"model": "t"}, "drafter": {"method": "ngram"}})
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -49,37 +44,6 @@ def test_options_of_the_load_are_vllms_by_name_and_any_other_behind_a_double_das
     assert "--request-rate" not in options
 
 
-DRAFT_MODEL = {"method": "draft_model", "model": "d"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "document", "tried"),
-    [
-        (["--against", "vllm", "--against-k", "2"], {}, [DRAFT_MODEL]),
-        (
-            ["--against", "vllm", "--against-k", "2"],
-            {"pard_token": 7},
-            [DRAFT_MODEL, {**DRAFT_MODEL, "parallel_drafting": True}],
-        ),
-        (
-            ["--against", "vllm", "--against-k", "2", "--against-config", '{"method": "ngram"}'],
-            {},
-            [{"method": "ngram"}],
-        ),
-        (["--against", "plain"], {}, [None]),
-    ],
-    ids=["as ours", "also in one pass", "as given", "plain"],
-)
-def test_vllm_is_tried_with_each_kind_of_drafts(
-    tmp_path: Path, arguments: list[str], document: dict[str, Any], tried: list[dict[str, Any] | None]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(document))
-    config = parse_config({"target": {"model": "t"}, "drafter": {**DRAFT_MODEL, "model": str(tmp_path)}})
-    place = {"model": str(tmp_path)}
-    expected = [kind and {**kind, **(place if "model" in kind else {}), "num_speculative_tokens": 2} for kind in tried]
-    assert candidates(parse(*arguments), config) == expected
-
-
 def test_what_cannot_be_measured_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="give --against-config"):
         candidates(parse("--against", "vllm"), parse_config({"target": {"model": "t"}}))
@@ -90,11 +54,3 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts() -> None:
         check(argparse.Namespace(**{**vars(parse("--dataset-path", "d", "--against", "vllm")), "address": "http://h"}))
     with pytest.raises(ConfigError, match="unrecognized arguments: --promts"):
         Load(["--dataset-name", "random", "--promts", "3"])
-
-
-def test_cores_of_the_command_line_are_checked_like_those_of_a_file() -> None:
-    assert with_cores(NGRAM, target=[[0, 1]], drafter=None).target.cores == [[0, 1]]
-    with pytest.raises(ConfigError, match=r"target: cores lists 2 sets for 1 ranks"):
-        with_cores(NGRAM, target=[[0], [1]])
-    with pytest.raises(ConfigError, match="--drafter-cores: there is no drafter section"):
-        with_cores(parse_config({"target": {"model": "t"}}), drafter=[[0]])

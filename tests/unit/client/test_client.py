@@ -18,7 +18,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-import outrider
 from outrider.deploy.client.async_client import AsyncOutriderClient
 from outrider.deploy.client.sync_client import API_KEY_VARIABLE, OutriderClient, OutriderError
 from outrider.deploy.ports import pick_free_port
@@ -245,10 +244,3 @@ def test_credentials_make_the_connection_a_secure_one(service: ScriptedService) 
 def test_what_is_no_address_is_a_mistake_of_the_caller(address: str) -> None:
     with pytest.raises(ValueError, match=r"^address: .*write host:port without a scheme"):
         AsyncOutriderClient(address)
-
-
-def test_the_clients_are_where_people_look_for_them() -> None:
-    for name in outrider.__all__:
-        assert getattr(outrider, name).__name__ == name
-    with pytest.raises(AttributeError, match="NoSuchClient"):
-        outrider.NoSuchClient  # noqa: B018

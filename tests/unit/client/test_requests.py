@@ -1,15 +1,22 @@
-"""What the Python clients send: every option in its field; what cannot be sent is refused by the argument's name."""
+"""Checks what the Python clients send, and errors and cancellation of a Serve handle."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from typing import Any
 
+import grpc
 import pytest
+from ray.exceptions import RayActorError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError
 
+from outrider.deploy.client.handle import OutriderHandle
 from outrider.deploy.client.requests import GenerationOptions, build_request
-from outrider.deploy.client.sync_client import OutriderClient
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
-from tests.unit.scripted_service import ScriptedService
+from outrider.v1.handle_calls import CallFailed
+from tests.unit.scripted_service import LOST, REFUSED, ScriptedService
 
 CONVERSATION = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello!", "name": "Ann"}]
 
@@ -121,3 +128,90 @@ def test_everything_else_the_api_has(client: OutriderClient, service: ScriptedSe
     assert (client.abort("r-running"), client.abort("r-over")) == (True, False)
     assert client.revert_drafter(0) == 9
     assert (client.model_info().vocab_size, client.status().model) == (300, "pair")
+
+
+HANG = "hang"
+
+
+def failed(failure: tuple[grpc.StatusCode, str]) -> CallFailed:
+    return CallFailed(failure[0].value[0], failure[1])
+
+
+class ScriptedHandle:
+    """Stands in for Serve's handle. Each call takes the next script: messages, exceptions or HANG."""
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        self.scripts, self.responses = list(scripts), []
+        self.handle_unary = self.handle_stream = self
+
+    def options(self, *, stream: bool) -> ScriptedHandle:
+        assert stream
+        return self
+
+    def remote(self, rpc: str, request: bytes) -> ScriptedResponse:
+        self.responses.append(ScriptedResponse(self.scripts.pop(0)))
+        return self.responses[-1]
+
+
+class ScriptedResponse:
+    def __init__(self, script: list[Any]) -> None:
+        self._script, self.cancelled = list(script), False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __await__(self) -> Any:
+        return self.__anext__().__await__()
+
+    async def __anext__(self) -> bytes:
+        if not self._script:
+            raise StopAsyncIteration
+        step = self._script.pop(0)
+        if step is HANG:
+            await asyncio.Event().wait()
+        if isinstance(step, Exception):
+            raise step
+        return step.SerializeToString()
+
+
+PART = pb.GenerateStreamResponse(text_delta="part")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (failed(REFUSED), grpc.StatusCode.INVALID_ARGUMENT),
+        (failed(LOST), grpc.StatusCode.UNAVAILABLE),
+        (BackPressureError(num_queued_requests=3, max_queued_requests=2), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (RayActorError(), grpc.StatusCode.UNAVAILABLE),
+        (TaskCancelledError(), grpc.StatusCode.CANCELLED),
+        (ValueError("a mistake"), grpc.StatusCode.INTERNAL),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.name,
+)
+async def test_whatever_goes_wrong_on_the_way_is_one_kind_of_error(error: Exception, code: grpc.StatusCode) -> None:
+    with pytest.raises(OutriderError) as caught:
+        await OutriderHandle(ScriptedHandle([error])).generate("hi", request_id="mine")
+    assert caught.value.code is code
+    assert caught.value.request_id == "mine"
+    assert caught.value.field == ("sampling.temperature" if code is grpc.StatusCode.INVALID_ARGUMENT else None)
+    with pytest.raises(OutriderError) as caught:
+        await anext(OutriderHandle(ScriptedHandle([error])).stream("hi"))
+    assert caught.value.code is code
+
+
+async def test_a_call_is_cancelled_unless_it_has_ended() -> None:
+    serve_handle = ScriptedHandle([HANG], [PART, PART], [PART, PART], [PART])
+    handle = OutriderHandle(serve_handle)
+    with pytest.raises(OutriderError, match="DEADLINE_EXCEEDED"):
+        await handle.generate("hi", timeout_s=0.02)
+    async with handle.stream("hi") as left:
+        await anext(left)
+    assert [message async for message in left] == []
+    dropped = handle.stream("hi")
+    await anext(dropped)
+    del dropped
+    gc.collect()
+    async with handle.stream("hi") as ended:
+        assert len([message async for message in ended]) == 1
+    assert [response.cancelled for response in serve_handle.responses] == [True, True, True, False]

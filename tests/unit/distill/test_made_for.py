@@ -1,13 +1,11 @@
 """A drafter is served and measured beside the target that it was trained for, or refused by field."""
 
-import hashlib
 import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from outrider.actors.learning.draft_models import load, tensors_of
 from outrider.actors.learning.train import Trainer
@@ -17,7 +15,7 @@ from outrider.deploy.distill.models import check_architecture, config_of_layers,
 from outrider.deploy.distill.stored import assemble, store
 from outrider.deploy.models import identity
 from outrider.deploy.models.check import check_models
-from outrider.deploy.models.identity import Reference, check_made_for, weights_digest
+from outrider.deploy.models.identity import Reference, check_made_for
 from outrider.deploy.models.store import MANIFEST
 from tests.support.models.tiny_models import build_tiny_llama, pad_vocabulary
 
@@ -56,12 +54,6 @@ def test_a_server_takes_the_target_that_it_was_trained_for_alone(models, placeme
         serve(models.other, models.drafter, **placement)
 
 
-def test_one_without_a_manifest_is_anybody_s(models, tmp_path):
-    copy = shutil.copytree(models.drafter, tmp_path / "drafter")
-    (copy / MANIFEST).unlink()
-    serve(models.other, copy)
-
-
 def test_a_version_that_it_has_learned_is_as_its_first(models, tmp_path):
     name = "model.norm.weight"
     learned = {name: dict(tensors_of(models.drafter))[name] + 1}
@@ -97,37 +89,3 @@ def test_a_large_target_is_known_by_its_shapes_where_not_all_is_read(models, mon
         check_made_for(models.padded, models.drafter)
     with pytest.raises(ConfigError, match="its tensors have"):
         check_made_for(models.other, models.drafter, every_tensor=True)
-
-
-def test_the_digest_is_of_names_types_shapes_and_bytes(tmp_path):
-    tensors = {
-        "b": torch.randn(3, 4).bfloat16(),
-        "a": torch.arange(5),
-        "none": torch.zeros(0, 2),
-        "one": torch.tensor(2.0, dtype=torch.float16),
-        "wide": torch.randn(2, 2).to(torch.float8_e4m3fn),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(bytes(tensor.flatten().view(torch.uint8).tolist()))
-    assert weights_digest(tmp_path) == digest.hexdigest()
-    shapes = weights_digest(tmp_path, contents=False)
-    tensors["a"] += 1
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert weights_digest(tmp_path, contents=False) == shapes
-    tensors["a"] = tensors["a"][:4]
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert weights_digest(tmp_path, contents=False) != shapes
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]"],
-    ids=["empty", "no length", "no header"],
-)
-def test_a_damaged_file_is_named(tmp_path, data):
-    (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged or no safetensors file"):
-        weights_digest(tmp_path)

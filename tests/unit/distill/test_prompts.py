@@ -6,7 +6,7 @@ import json
 import pytest
 
 from outrider.cluster.config import ConfigError
-from outrider.deploy.distill.prompts import Prompt, read_prompts, spread, tokens_of
+from outrider.deploy.distill.prompts import Prompt, read_prompts, tokens_of
 
 
 def write(path, content):
@@ -43,12 +43,6 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path, name, content, message):
     with pytest.raises(ConfigError, match=message) as error:
         read_prompts(write(tmp_path / name, content))
     assert str(error.value).startswith("--data: ")
-
-
-def test_spread_is_even_over_the_file():
-    prompts = [Prompt(str(index), (), "x") for index in range(10)]
-    assert [prompt.where for prompt in spread(prompts, 3)] == ["0", "3", "6"]
-    assert spread(prompts, None) == spread(prompts, 99) == prompts
 
 
 class Words:

@@ -1,9 +1,10 @@
-"""What is generated in which order, what is held out, and texts on disk."""
+"""Checks what is generated in which order, and that texts and other files are on disk whole or not at all."""
 
 import numpy as np
 import pytest
 
 from outrider.actors.learning.texts import Text
+from outrider.cluster.whole_files import whole_directory
 from outrider.deploy.distill.texts import Job, TextStore, held_out, plan
 
 
@@ -55,3 +56,22 @@ def test_texts_come_back_from_disk_and_a_half_written_batch_does_not_count(tmp_p
         assert after.held_out is held_out
         for name in ("ids", "top_ids", "top_log_p"):
             np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+
+
+def fill_half(file):
+    file.write_text("half")
+    file.with_name("never written").read_text()
+
+
+def test_a_block_that_fails_leaves_what_was_there(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "old").write_text("old")
+    with pytest.raises(FileNotFoundError), whole_directory(tmp_path / "d") as work:
+        fill_half(work / "new")
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["old"]
+    assert [path.name for path in tmp_path.iterdir()] == ["d"], "on a full disk it would be in the way"
+    with whole_directory(tmp_path / "d") as work:
+        assert list(work.iterdir()) == []
+        (work / "new").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["new"]

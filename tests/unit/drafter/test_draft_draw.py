@@ -1,12 +1,14 @@
-"""Drawing drafts: every row as if it were drawn alone, from exactly the q that is shipped, where the round says."""
+"""Checks drawn drafts: each row as if drawn alone, from the q that is sent, and from a cut vocabulary too."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from outrider.actors.drafter.draw import draw
 from outrider.actors.drafter.engine import Drawn
+from outrider.actors.verification.search import TokenSubset
 from outrider.cluster.link.messages import DraftSampling, SparseQ
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.draw_cases import (
@@ -18,13 +20,6 @@ from tests.unit.drafter.draw_cases import (
     draw_of,
     random_logits,
 )
-
-
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_a_row_alone(name):
-    logits = random_logits(1)
-    (drawn,) = draw(logits, [draw_of(SAMPLINGS[name])])
-    check_against_hand(drawn, SAMPLINGS[name], logits[0], 10)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -77,10 +72,6 @@ def test_a_row_that_may_draw_nothing_but_what_the_draft_model_lacks_has_no_draft
     assert some.usable
 
 
-def test_nothing_to_draw_draws_nothing():
-    assert draw(random_logits(0), []) == []
-
-
 def test_half_precision_logits_and_slices_of_wider_rows_are_taken():
     wide = random_logits(3, vocab=VOCAB + 12).to(torch.bfloat16)
     names = ["rejection", "coupled", "greedy"]
@@ -117,13 +108,6 @@ def test_a_row_of_bad_logits_has_no_draft_and_the_others_have(name, bad, alterna
     assert found == Drawn(-1, usable=False, bad_logits=True)
     check_against_hand(first, SAMPLINGS[name], logits[0], 10, 10)
     check_against_hand(last, SAMPLINGS[name], logits[2], 12, 10)
-
-
-def test_biases_that_forbid_all_there_is_leave_nothing_to_draw():
-    logits = torch.full((1, VOCAB), -INF)
-    logits[0, 5] = 1.0
-    sampling = DraftSampling(Mode.REJECTION, temperature=1.0, biases=((5, -INF),))
-    assert draw(logits, [draw_of(sampling)]) == [Drawn(-1, usable=False, bad_logits=True)]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-3, 1.0])
@@ -182,10 +166,65 @@ def test_alternatives_beyond_what_may_be_drawn_are_not_named(alternatives):
         assert drawn.confidence + share == pytest.approx(1)
 
 
-def test_every_row_is_given_as_many_alternatives_as_the_one_that_asks_for_most():
-    logits = random_logits(1).repeat(2, 1)
-    second, third = logits[0].topk(3).indices.tolist()[1:]
-    few, many = draw(logits, [draw_of(DraftSampling()), draw_of(DraftSampling(), alternatives=2)])
-    assert [token for token, _ in few.alternatives] == [token for token, _ in many.alternatives] == [second, third]
-    (none,) = draw(logits[:1], [draw_of(DraftSampling())])
-    assert (none.alternatives, none.confidence) == ((), 1.0)
+def subset_and_full(seed, rows, size, spread=3.0, vocab=2000):
+    """Ids in any order, logits over them, and logits over the whole vocabulary with the others forbidden."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(vocab, generator=generator)[:size]
+    logits = torch.randn(rows, size, generator=generator) * spread
+    full = torch.full((rows, vocab), -INF)
+    full[:, ids] = logits
+    return ids, logits, full
+
+
+@pytest.mark.parametrize("alternatives", [0, 1, 3])
+@pytest.mark.parametrize("size", [1500, 1024, 200])
+@pytest.mark.parametrize("name", [name for name in SAMPLINGS if "only" not in name])
+def test_a_cut_vocabulary_draws_as_the_full_one_with_the_other_tokens_forbidden(name, size, alternatives):
+    draws = [draw_of(SAMPLINGS[name], 10 + i, alternatives=alternatives) for i in range(6)]
+    ids, logits, full = subset_and_full(size, 6, size)
+    for cut, whole in zip(draw(logits, draws, TokenSubset(ids)), draw(full, draws), strict=True):
+        assert cut.token == whole.token
+        assert cut.token in ids.tolist()
+        assert cut.confidence == pytest.approx(whole.confidence, rel=1e-5)
+        assert [token for token, _ in cut.alternatives] == [token for token, _ in whole.alternatives]
+        assert [p for _, p in cut.alternatives] == pytest.approx([p for _, p in whole.alternatives], rel=1e-5, abs=1e-6)
+        assert (cut.q_ids is None) == (whole.q_ids is None)
+        if cut.q_ids is not None:
+            SparseQ(cut.q_ids[None], cut.q_probs[None])
+            width = min(len(cut.q_ids), len(whole.q_ids))  # q is no wider than the vocabulary
+            possible, expected = (np.where(one.q_probs > 0, one.q_ids, -1)[:width] for one in (cut, whole))
+            assert possible.tolist() == expected.tolist()
+            np.testing.assert_allclose(cut.q_probs[:width], whole.q_probs[:width], atol=1e-6, rtol=1e-5)
+
+
+def test_equal_logits_are_drawn_by_the_lowest_id_wherever_it_stands():
+    subset = TokenSubset(torch.tensor([70, 9, 400, 3, 80]))
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0]])
+    (drawn,) = draw(logits, [draw_of(DraftSampling(), alternatives=2)], subset)
+    assert drawn.token == 9
+    assert sorted(token for token, _ in drawn.alternatives) == [80, 400]
+
+
+ENDLESS = {
+    "rejection": DraftSampling(Mode.REJECTION, temperature=1.0, biases=((3, 1.0),), only_biased=True),
+    "coupled": DraftSampling(Mode.COUPLED, temperature=1.0, biases=((3, 0.0), (4, -INF)), only_biased=True),
+    "greedy": DraftSampling(biases=((3, 0.0), (9, -INF)), only_biased=True),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_row_whose_allowed_tokens_are_all_outside_has_no_draft_and_its_logits_are_not_to_blame(name):
+    ids, logits, _ = subset_and_full(1, 2, 300, vocab=VOCAB)
+    subset = TokenSubset(torch.where(ids == 3, VOCAB, ids))
+    none, some = draw(logits, [draw_of(s, alternatives=1) for s in (ENDLESS[name], SAMPLINGS["biased"])], subset)
+    assert none == Drawn(-1, usable=False, bad_logits=False)
+    assert some.usable
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_biases_of_tokens_outside_are_dropped_and_the_others_count(mode):
+    subset = TokenSubset(torch.tensor([77, 400, 5, 3, 60]))
+    sampling = DraftSampling(mode, temperature=3.0, seed=1, top_n=8, biases=ONLY, only_biased=True)
+    drawn = draw(torch.zeros(40, 5), [draw_of(sampling, position) for position in range(40)], subset)
+    assert {one.token for one in drawn} == ({3} if mode is Mode.GREEDY else {3, 77})
+    assert all(one.usable for one in drawn)

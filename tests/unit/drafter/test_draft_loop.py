@@ -1,6 +1,5 @@
 """The drafter's loop over a scripted proposer: what is at hand leaves at once, what is not takes a step."""
 
-import logging
 import threading
 
 import numpy as np
@@ -12,7 +11,6 @@ from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.ngram import NgramProposer
 from outrider.actors.drafter.suffix import SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixLimits
-from outrider.actors.observability.logs import REQUEST_ID_KEY
 from outrider.cluster.link.messages import (
     Close,
     CloseReason,
@@ -138,15 +136,6 @@ def test_the_answers_of_one_delivery_are_one_frame(loop, link):
     assert sink.next() == [proposal(7, 4, DraftOrigin.MAIN_LINE), proposal(8, 6, DraftOrigin.MAIN_LINE)]
 
 
-def test_a_commit_without_drafts_wanted_is_not_answered(loop, link):
-    sink = link(1)
-    loop.deliver(1, [opening(7, 3)])
-    sink.next()
-    loop.deliver(1, [commit(7, 3, FORESEEN, k=0), commit(7, 4, FORESEEN)])
-    assert sink.next() == [proposal(7, 5, DraftOrigin.MAIN_LINE)]
-    assert sink.answers.empty()
-
-
 STRATEGIES = {
     "ngram": lambda: NgramProposer(2, 4),
     "suffix": lambda: SuffixProposer(SuffixLimits(), 10, 4096, "a"),
@@ -181,27 +170,6 @@ def test_a_sequence_that_is_opened_again_begins_anew_and_keeps_its_name(loop, li
     second = loop.sequences[1, 7]
     assert second is not first
     assert (second.name, second.text) == ("mine", [0, 1, 0, 1])
-
-
-def test_a_drafter_s_line_about_a_sequence_has_the_client_s_id(loop, link, caplog):
-    link(1)
-    with caplog.at_level(logging.WARNING):
-        loop.deliver(1, [Name(7, "mine-0a1b2c3d"), opening(7, 1, 4, 9), opening(8, 1, 4, 9)])
-    named, nameless = caplog.records
-    assert getattr(named, REQUEST_ID_KEY) == "mine"
-    assert not hasattr(nameless, REQUEST_ID_KEY)
-
-
-@pytest.mark.parametrize("end", ["close", "detach"])
-def test_names_go_with_their_sequences(loop, link, end):
-    link(1), link(2)
-    loop.deliver(1, [Name(7, "mine")])
-    assert loop.sequences[1, 7].name == "mine"
-    if end == "close":
-        loop.deliver(1, [Close(7, CloseReason.FINISHED)])
-    else:
-        loop.detach(1)
-    assert not loop.sequences
 
 
 def test_a_prompt_in_pieces_opens_when_it_is_whole_and_a_piece_out_of_order_is_ignored(loop, link, proposer):
@@ -274,31 +242,6 @@ def test_a_proposer_s_exception_ends_the_loop():
         loop.run()
 
 
-def test_an_answer_to_an_overtaken_commit_leaves_the_other_s_clock_alone(loop, link, proposer, clock):
-    sink = link(1)
-    loop.deliver(1, [opening(7, 3)])
-    sink.next()
-    plain = proposer.commit
-
-    def overtaking(sequence, commit):
-        if commit.base_committed_len == 4:
-            proposer.outbox.add(sequence, sequence.drafts([]))
-        plain(sequence, commit)
-
-    proposer.commit = overtaking
-    proposer.gate.clear()
-    loop.deliver(1, [commit(7, 3)])
-    assert proposer.working.wait(SOON_S)
-    clock.now = 1.0
-    loop.deliver(1, [commit(7, 4)])
-    late, work_us = sink.answers.get(timeout=SOON_S)
-    assert (late[0].base_committed_len, work_us) == (4, 0)
-    clock.now = 1.5
-    proposer.gate.set()
-    answers, work_us = sink.answers.get(timeout=SOON_S)
-    assert (answers[0].base_committed_len, work_us) == (5, 500_000)
-
-
 def ticks_until_hung(watch, at_work, most=100):
     return next((count for count in range(most) if watch.tick(at_work(), 1.0)), None)
 
@@ -342,10 +285,3 @@ def test_messages_that_wait_for_the_lock_are_a_hang(proposer):
     for thread in threads:
         thread.join(SOON_S)
     assert loop.at_work() == {}
-
-
-def test_what_waits_for_nothing_but_news_is_not_at_work(loop):
-    loop.wake()
-    while loop.at_work():
-        pass
-    assert ticks_until_hung(HangWatch(), loop.at_work) is None

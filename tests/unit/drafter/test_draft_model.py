@@ -138,40 +138,6 @@ def test_a_commit_that_is_overtaken_is_answered_empty():
     assert ids(answer) == bench.drafts(KEY)
 
 
-def test_with_more_sequences_than_rows_everybody_is_answered():
-    bench = Bench(LookaheadLimits(ahead=False, max_rows=4))
-    keys = [(1, index) for index in range(12)]
-    for key in keys:
-        bench.open(key, [key[1]] * 5)
-    bench.settle()
-    answered = dict.fromkeys(keys, 0)
-    for _ in range(20):
-        for key in keys:
-            bench.commit(key, [3], k=2)
-        for _ in range(2):  # of the six steps that all of them would take
-            for answer in bench.step() or []:
-                answered[answer.key] += len(answer.token_ids) > 0
-    assert min(answered.values()) > 0
-
-
-def test_a_draw_under_way_for_a_round_that_wants_fewer_is_no_guess_of_its_bonus_token():
-    """It was drawn from q, for the round's third draft; the guess is the likeliest."""
-    bench = Bench(LookaheadLimits(max_side_branches=0)).opened([1, 2, 3], SAMPLED)
-    bench.commit(KEY, [7])
-    sequence = bench.proposer.sequences[KEY]
-    while sequence.num_drafted < 4 + 1 + 2:
-        bench.step()
-    work, _ = bench.proposer.plan()
-    work.execute()
-    (answer,) = bench.commit(KEY, sequence.main.ids(4, 9), k=2)
-    assert ids(answer) == bench.drafts(KEY, 2, samples_q=True)
-    bench.proposer.complete(work)
-    assert sequence.num_drafted == 2
-    bench.settle()
-    text = [*bench.texts[KEY], *ids(answer)]
-    assert sequence.main.at(len(text)).token == drawn_token(text)
-
-
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 30))])
 def test_any_order_of_commits_and_steps_gives_the_models_own_drafts(seed):
     """Commits that arrive while a step runs, verifiers that use fewer drafts than they got or go on without, requests

@@ -1,8 +1,8 @@
 """The draft model's policy at its limits: long prompts, a full KV cache, long texts, bad logits, many requests."""
 
-import itertools
 import json
 from collections import Counter
+from importlib import import_module
 
 import pytest
 import zmq
@@ -16,13 +16,9 @@ from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.vocabulary import VOCABULARY_FILE, DraftVocabulary
 from outrider.cluster.config import ConfigError, DraftModelConfig, SpeculationConfig
 from outrider.cluster.link import LinkError, LinkInvitation
-from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, ProposalStatus
-from tests.unit.drafter.draft_bench import GREEDY, KEY, OTHER, Bench, ids
+from outrider.cluster.link.messages import Commit, ProposalStatus
+from tests.unit.drafter.draft_bench import KEY, OTHER, Bench, ids
 from tests.unit.drafting_engine import VOCAB, MemoryEngine
-
-
-class Nowhere:
-    def send(self, proposals, work_us): ...
 
 
 def test_long_prompts_are_prefilled_in_chunks_and_announced():
@@ -40,33 +36,6 @@ def test_a_prompt_in_the_prefix_cache_needs_no_prefill():
     assert bench.open(KEY, range(100)).status is ProposalStatus.READY
     bench.commit(KEY, [5])
     assert ids(bench.settle()[0]) == bench.drafts(KEY)
-
-
-def test_prompts_get_their_share_while_sequences_wait():
-    bench = Bench(LookaheadLimits(ahead=False), chunk=16).opened()
-    bench.open(OTHER, range(200))
-    steps = 0
-    while bench.proposer.usage()["num_prefilling"]:
-        bench.commit(KEY, [1], k=1)
-        bench.step()
-        steps += 1
-        assert steps < 200
-    assert steps > 12, "commits come first"
-
-
-def test_blocks_are_asked_for_once_a_commit(monkeypatch):
-    bench = Bench(block_size=64)
-    asked = []
-    allocate = bench.engine.allocate
-    monkeypatch.setattr(bench.engine, "allocate", lambda *arguments: asked.append(arguments) or allocate(*arguments))
-    bench.open(KEY, range(5))
-    bench.settle()
-    for _ in range(3):
-        asked.clear()
-        (answer,) = bench.commit(KEY, [999]) or bench.settle()  # a miss
-        assert ids(answer) == bench.drafts(KEY)
-        bench.settle()
-        assert len(asked) == 1
 
 
 def test_out_of_kv_is_answered_and_room_brings_drafts_back():
@@ -135,14 +104,6 @@ def test_where_texts_grow_beyond_the_room_all_but_one_are_drafted_for():
     for key in keys:
         bench.commit(key, [7])
     assert [answer.status for answer in bench.settle()] == [ProposalStatus.OK] * 3
-
-
-def test_one_alone_keeps_what_it_has_read():
-    bench = Bench(num_blocks=10).opened(range(30))
-    bench.engine.plans.clear()
-    told = [answer for number in range(20) for answer in bench.commit(KEY, [number]) + bench.settle()]
-    assert told[-1].status is ProposalStatus.OUT_OF_KV
-    assert all(row.start >= 29 for plan in bench.engine.plans for row in plan.rows)
 
 
 def test_one_prompt_may_take_all_the_room_there_is():
@@ -216,28 +177,6 @@ def test_the_memory_of_lookahead_is_bounded_and_comes_back():
     }
 
 
-def test_a_thousand_requests_leave_nothing_behind():
-    vocabulary = DraftVocabulary(VOCAB, 200)
-    engine = MemoryEngine()
-    proposer = DraftModelProposer(engine, 64, None, vocabulary, itertools.count().__next__)
-    loop = DraftLoop(proposer)
-    loop.attach(1, Nowhere())
-    for request in range(1000):
-        loop.deliver(1, [Open(request, 3, 0, [request % 50, 2, 3], 2, GREEDY), Commit(request, 3, [5], 2, 2)])
-        for _ in range(3):
-            work = proposer.plan()
-            work.execute()
-            proposer.complete(work)
-        loop.deliver(1, [Close(request, CloseReason.FINISHED)])
-    assert proposer.plan() is None
-    usage = loop.usage()
-    assert (usage["num_sequences"], usage["branch_blocks"], usage["kv_cache_usage"]) == (0, 0, 0)
-    assert not engine.committed
-    assert not engine.taken
-    left = [loop.sequences, vocabulary._pinned_by, vocabulary._pins, proposer._gone, proposer._unstarted]
-    assert not any(left)
-
-
 def test_no_step_draws_what_the_smallest_linked_target_lacks():
     bench = Bench().opened()
     assert {plan.num_drawable for plan in bench.engine.plans} == {None}
@@ -249,56 +188,52 @@ def test_no_step_draws_what_the_smallest_linked_target_lacks():
         assert {plan.num_drawable for plan in bench.engine.plans} == {expected}
 
 
-def test_what_is_common_of_two_tokenizers_limits_the_loaded_proposer(monkeypatch):
-    monkeypatch.setattr("outrider.actors.vllm_adapter.draft_engine.DraftEngine", lambda *_, **__: MemoryEngine())
-    monkeypatch.setattr("outrider.actors.vllm_adapter.engine_args.drafter_vllm_config", lambda *_: None)
-    config = DraftModelConfig(method="draft_model", model="m", draft_vocab_size=0)
-    proposer = load_proposer(config, SpeculationConfig(), None, None, VOCAB - 3)
-    assert proposer._num_drawable == VOCAB - 3
-    assert load_proposer(config, SpeculationConfig(), None, None)._num_drawable is None
-
-
 class WithHead(MemoryEngine):
     vocab_size, end_token_ids = VOCAB, ()
 
     def cut_head(self, token_ids): ...
 
 
-def test_a_head_is_cut_to_no_more_than_what_both_tokenizers_have(monkeypatch):
-    monkeypatch.setattr("outrider.actors.vllm_adapter.draft_engine.DraftEngine", lambda *_, **__: WithHead())
-    monkeypatch.setattr("outrider.actors.vllm_adapter.engine_args.drafter_vllm_config", lambda *_: None)
-    monkeypatch.setattr(load, "_CUT_VOCAB_SIZE", VOCAB // 2)
+@pytest.fixture(scope="module")
+def engine_modules():
+    """Imports vLLM, which takes longer than a test may."""
+    return import_module("outrider.actors.vllm_adapter.draft_engine")
 
-    def loaded(num_common, **cut):
-        config = DraftModelConfig(method="draft_model", model="m", **cut)
+
+@pytest.fixture
+def loaded(engine_modules, monkeypatch):
+    """Loads a proposer over an engine in memory. Returns its cut vocabulary."""
+    monkeypatch.setattr(engine_modules, "DraftEngine", lambda *_, **__: WithHead())
+    monkeypatch.setattr("outrider.actors.vllm_adapter.engine_args.drafter_vllm_config", lambda *_: None)
+
+    def load_with(num_common=None, model="m", **cut):
+        config = DraftModelConfig(method="draft_model", model=str(model), **cut)
         return load_proposer(config, SpeculationConfig(), None, None, num_common)._vocabulary
 
-    assert loaded(None).num_slots == VOCAB // 2
+    return load_with
+
+
+def test_a_head_is_cut_to_no_more_than_what_both_tokenizers_have(loaded, monkeypatch):
+    monkeypatch.setattr(load, "_CUT_VOCAB_SIZE", VOCAB // 2)
+    assert loaded().num_slots == VOCAB // 2
     few = loaded(VOCAB // 4)
     assert few.num_slots == few.vocab_size == VOCAB // 4
     with pytest.raises(ConfigError, match=rf"drafter\.draft_vocab_size: {VOCAB // 2}, {VOCAB // 4} are the target's"):
         loaded(VOCAB // 4, draft_vocab_size=VOCAB // 2)
     with pytest.raises(ConfigError, match=rf"{VOCAB + 1}, the model has {VOCAB} tokens"):
-        loaded(None, draft_vocab_size=VOCAB + 1)
+        loaded(draft_vocab_size=VOCAB + 1)
 
 
-def test_a_head_is_cut_to_what_the_drafter_was_trained_on(monkeypatch, tmp_path):
-    monkeypatch.setattr("outrider.actors.vllm_adapter.draft_engine.DraftEngine", lambda *_, **__: WithHead())
-    monkeypatch.setattr("outrider.actors.vllm_adapter.engine_args.drafter_vllm_config", lambda *_: None)
+def test_a_head_is_cut_to_what_the_drafter_was_trained_on(loaded, monkeypatch, tmp_path):
     monkeypatch.setattr(load, "_LEAST_CUT", 4)
-
-    def loaded(num_common=None, **cut):
-        config = DraftModelConfig(method="draft_model", model=str(tmp_path), **cut)
-        return load_proposer(config, SpeculationConfig(), None, None, num_common)._vocabulary
-
     (tmp_path / VOCABULARY_FILE).write_text(json.dumps([5, 90, 70, 60, 50]))
-    assert loaded().token_ids == [5, 50, 60, 70, 90]
-    assert loaded(draft_vocab_size=6).token_ids == [0, 5, 50, 60, 70, 90]
-    assert loaded(num_common=60).token_ids == [0, 1, 5, 50], "as few as are served at least"
-    assert loaded(draft_vocab_size=0) is None
+    assert loaded(model=tmp_path).token_ids == [5, 50, 60, 70, 90]
+    assert loaded(model=tmp_path, draft_vocab_size=6).token_ids == [0, 5, 50, 60, 70, 90]
+    assert loaded(60, tmp_path).token_ids == [0, 1, 5, 50], "as few as are served at least"
+    assert loaded(model=tmp_path, draft_vocab_size=0) is None
     (tmp_path / VOCABULARY_FILE).write_text("torn")
     with pytest.raises(ConfigError, match=r"drafter\.model: .*draft_vocabulary\.json is not readable"):
-        loaded()
+        loaded(model=tmp_path)
 
 
 def invitation(vocab_size, vocabulary=()):

@@ -104,14 +104,6 @@ def test_random_calls(seed, monkeypatch):
             assert fast.take_changes() == []
 
 
-def test_it_begins_with_the_lowest_ids_and_those_that_must_be_there():
-    vocabulary = DraftVocabulary(100, 6, always=[99, 2, 98])
-    assert vocabulary.token_ids == [0, 1, 2, 3, 98, 99]
-    assert vocabulary.take_changes() == []
-    assert 98 in vocabulary
-    assert 4 not in vocabulary
-
-
 def test_what_it_was_trained_on_goes_before_the_lowest_ids():
     assert DraftVocabulary(100, 6, always=[99, 50], at_first=[70, 50, 40]).token_ids == [0, 1, 40, 50, 70, 99]
     assert DraftVocabulary(100, 3, always=[99], at_first=[70, 60, 50]).token_ids == [60, 70, 99], "the first find room"
@@ -137,14 +129,6 @@ def test_a_committed_token_takes_the_place_of_the_highest_unused_id():
     assert (vocabulary.num_observed, vocabulary.num_missed) == (2, 1)
 
 
-def test_ids_outside_the_vocabulary_are_passed_over():
-    vocabulary = DraftVocabulary(10, 4)
-    vocabulary.observe([10, -1])
-    vocabulary.pin("a", [10, 99, -5])
-    assert vocabulary.token_ids == [0, 1, 2, 3]
-    vocabulary.unpin("a")
-
-
 def test_a_smaller_target_s_tokens_alone_stay():
     vocabulary = DraftVocabulary(100, 6, always=[2, 90])
     vocabulary.pin("a", [70, 5, 80])
@@ -167,64 +151,9 @@ def test_a_smaller_target_s_tokens_alone_stay():
     assert vocabulary.vocab_size == 50, "it only goes down"
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_limit_between_any_calls_leaves_a_vocabulary_that_goes_on(seed):
-    rng = random.Random(seed)
-    vocabulary, limit = DraftVocabulary(60, 9, always=[1, 58], half_life_tokens=5), 60
-    for turn in range(300):
-        if turn % 60 == 59:
-            limit -= rng.randrange(12)
-            vocabulary.limit(limit)
-        rng.choice(
-            (
-                lambda: vocabulary.pin(rng.randrange(4), rng.sample(range(60), 5)),
-                lambda: vocabulary.unpin(rng.randrange(4)),
-                lambda: vocabulary.observe([rng.randrange(60) for _ in range(3)]),
-            )
-        )()
-        tokens = vocabulary.token_ids
-        assert len(set(tokens)) == 9
-        assert max(tokens) < limit
-        assert all(token in vocabulary for token in tokens)
-    for key in range(4):
-        vocabulary.unpin(key)
-    fresh = rng.sample(range(limit), 8)
-    vocabulary.pin("last", fresh)
-    assert set(fresh) - {1} <= set(vocabulary.token_ids) | set(range(limit, 60))
-    assert not vocabulary._waiting.keys() & set(range(limit, 60))
-
-
 def test_more_slots_than_a_target_has_tokens_is_an_error_that_changes_nothing():
     vocabulary = DraftVocabulary(100, 40)
     before = vocabulary.token_ids
     with pytest.raises(ValueError, match="40 slots, and only 39 tokens to fill them"):
         vocabulary.limit(39)
     assert (vocabulary.token_ids, vocabulary.vocab_size) == (before, 100)
-
-
-def test_what_it_holds_does_not_grow_with_the_text():
-    vocabulary = DraftVocabulary(5000, 20, half_life_tokens=3)
-    rng = random.Random(1)
-    for turn in range(200):
-        vocabulary.pin(turn % 7, rng.sample(range(5000), 9))
-        vocabulary.observe([rng.randrange(5000) for _ in range(50)])
-    for turn in range(7):
-        vocabulary.unpin(turn)
-    assert len(vocabulary._heap) == len(vocabulary._slot_of) == 20
-    for bookkeeping in (vocabulary._off_heap, vocabulary._pins, vocabulary._waiting, vocabulary._pinned_by):
-        assert not bookkeeping
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_slots": 0}, "num_slots: 0 is not in 1 to 10"),
-        ({"num_slots": 11}, "num_slots: 11"),
-        ({"num_slots": 2, "always": [1, 2, 3]}, "always: 3 ids do not fit in 2 slots"),
-        ({"num_slots": 2, "always": [10]}, "always: an id is not in 0 to 9"),
-        ({"num_slots": 2, "half_life_tokens": 0}, "half_life_tokens: 0 is not positive"),
-    ],
-)
-def test_settings_that_cannot_be(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        DraftVocabulary(vocab_size=10, **arguments)

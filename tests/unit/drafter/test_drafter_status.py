@@ -6,8 +6,6 @@ import concurrent.futures
 import pytest
 
 from outrider.actors.drafter.actor import DrafterStatus
-from outrider.cluster.link.keeper import LOST_S
-from tests.support.clock import Clock
 
 
 class StoppedDrafter:
@@ -60,16 +58,3 @@ async def test_one_call_is_out_however_many_ask_and_its_answer_is_for_all_who_wa
         await again
     await gives_up(status)
     assert len(drafter.calls) == 3, "one that died is asked again"
-
-
-async def test_a_call_that_is_lost_is_made_once_more():
-    drafter, clock = StoppedDrafter(), Clock()
-    status = status_of(drafter, clock=clock)
-    for clock.now, calls in ((0.0, 1), (LOST_S, 1), (LOST_S + 1, 2), (2 * LOST_S, 2)):
-        await gives_up(status)
-        assert len(drafter.calls) == calls
-    drafter.calls[0].set_result({"links": 0})  # at last, and for nobody
-    waiting = asyncio.ensure_future(status.ask("D", 10.0))
-    await asyncio.sleep(0)
-    drafter.calls[1].set_result({"links": 1})
-    assert await waiting == {"links": 1}

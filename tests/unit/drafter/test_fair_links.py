@@ -1,13 +1,9 @@
 """Links that share a drafter take turns: none is held back by what another has to do, one alone notices nothing."""
 
 import random
-import threading
 
 import pytest
 
-from outrider.actors.drafter.actor import Drafter
-from outrider.actors.drafter.draft_model import Hashing
-from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.cluster.link.messages import ProposalStatus
 from tests.unit.drafter.draft_bench import Bench, ids
@@ -33,18 +29,6 @@ def test_a_short_prompt_is_not_held_back_by_another_links_long_ones():
     assert ids(drafted) == bench.drafts((2, 0))
 
 
-def test_prompts_of_two_links_go_on_at_the_same_pace():
-    targets = PlayedTargets(LookaheadLimits(ahead=False))
-    for request in range(8):
-        targets.open((1, request), range(400))
-    targets.run(4)
-    for request in range(8):
-        targets.open((2, request), range(400))
-    while (1, 7) not in targets.ready:
-        targets.step()
-    assert sum(link_id == 2 for link_id, _ in targets.ready) >= 7
-
-
 def test_a_link_with_more_rows_than_a_step_holds_does_not_hold_back_another():
     targets = PlayedTargets(LookaheadLimits(max_rows=16))
     for request in range(120):
@@ -59,32 +43,6 @@ def test_a_link_with_more_rows_than_a_step_holds_does_not_hold_back_another():
     assert max(targets.waits[2]) <= 2 * K
     assert len(targets.waits[2]) >= 0.8 * len(alone.waits[2])
     assert len(targets.waits[1]) > 150
-
-
-def test_what_two_links_draft_ahead_shares_the_rows_there_are():
-    targets = PlayedTargets(LookaheadLimits(max_rows=16))
-    for request in range(30):
-        for link_id in (1, 2):
-            targets.open((link_id, request), [link_id, request, 5])
-    targets.run(100)
-    assert targets.rows[1] == pytest.approx(targets.rows[2], rel=0.1)
-    assert len(targets.waits[1]) == pytest.approx(len(targets.waits[2]), rel=0.2)
-
-
-def test_a_link_that_has_many_rows_need_not_wait_with_a_prompt_until_the_others_have_caught_up():
-    targets = PlayedTargets()
-    for request in range(30):
-        targets.open((1, request), [request, 5, 6], acceptance=0.2)
-    targets.run(20)
-    for request in range(32):
-        targets.open((2, request), range(request, request + 1000))
-    targets.run(40)
-    targets.open((1, 99), range(100))
-    opened = targets.now
-    while (1, 99) not in targets.ready:
-        targets.step()
-    # Of a chunk of 64 tokens, every fifth step, half of its half at least.
-    assert targets.now - opened <= 5 * (100 / 16 + 1)
 
 
 @pytest.mark.parametrize("others", [1, 4])
@@ -104,21 +62,6 @@ def test_drafts_are_not_starved_by_another_links_prompts(others):
     (alone, _), (shared, ready) = play(0), play(32)
     assert shared >= 0.75 * alone
     assert ready >= 2, "nor are the prompts"
-
-
-def test_long_prompts_are_hashed_link_by_link():
-    bench = Bench(max_model_len=4000)
-    keys = [(1, 0), (1, 1), (1, 2), (2, 0)]
-    for key in keys:
-        bench.open(key, [token % 50 for token in range(3000)])
-    order = []
-    while len(order) < 4:
-        work, _ = bench.proposer.plan()
-        if isinstance(work, Hashing):
-            order.append(work.sequence.key)
-        work.execute()
-        bench.proposer.complete(work)
-    assert order == [(1, 0), (2, 0), (1, 1), (1, 2)]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -186,18 +129,3 @@ def test_a_link_that_is_alone_is_served_in_the_order_of_its_commits():
     for request in order:
         bench.commit((1, request), [999], k=1)
     assert [told.key[1] for told in bench.settle()] == order
-
-
-def test_a_drafters_status_says_which_target_had_how_many_steps():
-    bench = Bench(LookaheadLimits(ahead=False))
-    for link_id in (1, 2, 3):
-        bench.open((link_id, 0), range(10))
-        bench.commit((link_id, 0), [999])
-    bench.settle()
-    drafter = Drafter.__new__(Drafter)
-    drafter._loop, drafter._lock = DraftLoop(bench.proposer.proposer), threading.Lock()
-    drafter._pool = drafter._learning = None
-    drafter._targets = {1: "a", 2: "b", 3: "a"}  # it has linked anew, and its last link is not yet known to be gone
-    assert drafter.status()["link_steps"] == pytest.approx({"a": 8 / 3, "b": 4 / 3})
-    drafter._loop.detach(1)
-    assert drafter.status()["link_steps"] == pytest.approx({"a": 4 / 3, "b": 4 / 3})

@@ -115,13 +115,6 @@ def test_a_link_that_ends_gives_what_it_had(drafting):
     assert len(drafting.trainer.heard) == 1
 
 
-def test_a_drafter_that_does_not_learn_takes_lessons_calmly():
-    loop = DraftLoop(DraftModelProposer(MemoryEngine(), 64))
-    loop.attach(LINK, Sink())
-    loop.deliver(LINK, [opening(), Commit(7, 3, [10], 0, 0), lesson(3)])
-    assert loop.taught() == []
-
-
 def test_a_version_is_taken_between_two_steps_and_once(drafting):
     drafting.member.exchange()
     assert drafting.engine.loaded == [], "version 0 is what it has"
@@ -135,14 +128,6 @@ def test_a_version_is_taken_between_two_steps_and_once(drafting):
     assert len(drafting.engine.loaded) == 1
     assert drafting.trainer.held == [None, ("t1", 0), ("t1", 1)]
     assert drafting.member.status()["version"] == 1
-
-
-def test_the_latest_of_two_versions_counts(drafting):
-    for number in (1, 2):
-        drafting.trainer.version, drafting.trainer.weights = ("t1", number), {"w": torch.full((2,), float(number))}
-        drafting.member.exchange()
-    drafting.work_off()
-    assert [loaded["w"][0] for loaded in drafting.engine.loaded] == [2.0]
 
 
 def test_a_trainer_that_began_anew_is_followed(drafting):
@@ -235,19 +220,6 @@ def test_a_drafter_that_cannot_go_back_either_ends():
         drafting.work_off()
 
 
-def test_a_version_that_is_not_loaded_yet_is_fetched_once(drafting):
-    fetched = []
-    drafting.trainer.fetch = lambda update: fetched.append(1) or update.tensors[0]
-    drafting.trainer.version, drafting.trainer.weights = ("t1", 1), {"w": torch.ones(2)}
-    for _ in range(3):
-        drafting.member.exchange()
-    assert drafting.trainer.held == [None] * 3, "it does not draft with it"
-    assert drafting.member.status()["version"] == 0
-    drafting.work_off()
-    drafting.member.exchange()
-    assert (len(fetched), drafting.trainer.held[-1]) == (1, ("t1", 1))
-
-
 def test_a_swap_is_no_step_to_who_looks_for_hangs():
     seen = []
 
@@ -263,15 +235,3 @@ def test_a_swap_is_no_step_to_who_looks_for_hangs():
     drafting.work_off()
     assert seen == [{SWAP: 7}]
     assert drafting.member.at_work() == {STEP: 7}
-
-
-def test_a_way_back_is_the_trainer_s_and_comes_with_the_next_exchange(drafting):
-    drafting.trainer.version, drafting.trainer.weights = ("t1", 4), {"w": torch.ones(2)}
-    drafting.member.exchange()
-    assert drafting.member.go_back(2) == (5, "")
-    drafting.work_off()
-    assert [float(loaded["w"][0]) for loaded in drafting.engine.loaded] == [1.0]
-    drafting.member.exchange()
-    drafting.work_off()
-    assert [float(loaded["w"][0]) for loaded in drafting.engine.loaded] == [1.0, 2.0]
-    assert drafting.member.status()["version"] == 5

@@ -12,8 +12,8 @@ from outrider.actors.drafter.ngram import NgramProposer
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.suffix import SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixLimits
-from outrider.cluster.link.messages import Commit, DraftOrigin
-from tests.bench.several_drafters import CHOICES, KINDS, MODEL, Play, Texts, Times, earned
+from outrider.cluster.link.messages import DraftOrigin
+from tests.bench.several_drafters import KINDS, MODEL, Play, Texts, Times, earned
 from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED, Bench, ids
 from tests.unit.drafter.drive import Drive
 from tests.unit.drafting_engine import drawn_token
@@ -124,24 +124,6 @@ def test_a_model_that_was_bad_and_is_good_now_drafts_again(limits):
     assert play.proposer.selector.right[MODEL] > before + 200
 
 
-def test_a_long_prompt_is_read_between_steps_and_drafted_for_meanwhile():
-    bench = SeveralBench(max_model_len=5000, num_blocks=3000).opened(LOOP * 200)
-    assert bench.answer(KEY, [LOOP[0]]) is not None
-    for own in bench.several._requests[bench.proposer.sequences[KEY]].lookups.values():
-        assert own.text == bench.texts[KEY]
-    bench.proposer.close(KEY)
-    assert not bench.several._requests
-    assert bench.several.usage()["num_sequences"] == 0
-    assert all(lookup.usage()["num_sequences"] == 0 for lookup in bench.several.lookups.values())
-
-
-def test_no_drafts_are_wanted():
-    bench = SeveralBench().opened(LOOP * 5)
-    assert bench.commit(KEY, [LOOP[0]], 0) == []
-    assert bench.several.selector.chosen == {MODEL: 0, "ngram": 0, "suffix": 0}
-    assert Commit(1, 31, [5], 0, 0).num_wanted == 0
-
-
 BEST = {"easy": MODEL, "middling": MODEL, "edits": "suffix", "agents": "suffix", "hopeless": MODEL}
 """Of the single ones, as the bench's table has it."""
 
@@ -151,12 +133,6 @@ def test_on_each_kind_of_text_it_earns_what_the_best_one_does(kind):
     """Over six answers: with the first it learns which one that is."""
     selected, best = (earned(only, (kind,), 6, Times()).a_second for only in (None, BEST[kind]))
     assert selected > 0.97 * best
-
-
-def test_on_a_mix_of_all_it_earns_a_tenth_more_than_the_best_one():
-    rates = {only: earned(only, KINDS, 2, Times()) for only in CHOICES}
-    for selected, *others in zip(*rates.values(), strict=True):  # tokens a second, tokens a round
-        assert selected > 1.10 * max(others)
 
 
 def record_drafts(selector, record, drafter, accepted):
@@ -175,13 +151,6 @@ def played(rates, rounds=60):
             record_drafts(selector, record, name, right)
         selector.record_round(0.02)
     return selector, record
-
-
-def test_the_one_with_the_better_drafts_is_chosen():
-    for rates in ({MODEL: 0.8, "ngram": 0.3}, {MODEL: 0.3, "ngram": 0.8}):
-        selector, record = played(rates)
-        best = selector.select(record, [Offer(MODEL, 4), Offer("ngram", 4)])
-        assert best.drafter == max(rates, key=rates.get)
 
 
 def test_a_few_good_drafts_at_once_beat_more_that_are_waited_for():

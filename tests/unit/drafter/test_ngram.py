@@ -64,9 +64,3 @@ def test_a_proposer_answers_each_commit_at_once_at_its_own_length_and_k():
     proposer.close(OTHER)
     proposer.close(OTHER)
     assert proposer.usage()["num_sequences"] == 1
-
-
-def test_a_short_prompt_is_read_at_once():
-    proposer = Drive(NgramProposer(2, 4))
-    proposer.open(KEY, [1] * 200, 4, SAMPLING)
-    assert proposer.plan() == (None, [])

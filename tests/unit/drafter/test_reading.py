@@ -4,12 +4,10 @@ import threading
 
 import pytest
 
-from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.ngram import NgramIndex, NgramProposer
 from outrider.actors.drafter.suffix import SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixIndex, SuffixLimits
-from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.cluster.link.messages import (
     Close,
     CloseReason,
@@ -17,13 +15,11 @@ from outrider.cluster.link.messages import (
     DraftOrigin,
     DraftSampling,
     Open,
-    Proposals,
     ProposalStatus,
 )
 from tests.unit.drafter.draft_bench import KEY, Bench, ids
 from tests.unit.drafter.drive import Drive, Told
 from tests.unit.drafter.scripted_proposer import SOON_S, Sink
-from tests.unit.drafting_engine import MemoryEngine
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -186,35 +182,3 @@ def test_a_long_prompt_whose_sequence_ends_while_it_is_hashed_is_not_started(end
     assert bench.proposer.complete(work) == []
     assert bench.settle() == []
     assert not bench.engine.committed
-
-
-def test_the_vocabulary_takes_a_long_prompt_in_slices():
-    vocabulary = DraftVocabulary(8000, 6000)
-    proposer = Drive(DraftModelProposer(MemoryEngine(4000, 8000), 2048, vocabulary=vocabulary))
-    proposer.open(KEY, list(range(1000, 7000)))
-    held = []
-    while not held or held[-1] < 6000:
-        held.append(len(vocabulary._pins))
-        work, _ = proposer.plan()
-        work.execute()
-        proposer.complete(work)
-    assert max(after - before for before, after in zip([0, *held], held, strict=False)) <= 2048
-    proposer.close(KEY)
-    assert not vocabulary._pins
-    proposer.open(KEY, list(range(1000, 7000)))
-    proposer.close(KEY)
-    proposer.work_off()
-    assert not vocabulary._pins
-
-
-def test_reading_is_no_model_step():
-    loop = DraftLoop(NgramProposer(2, 4))
-    sink = Sink()
-    loop.attach(1, sink)
-    loop.deliver(1, [Open(2, len(LONG), 0, LONG, 4, DraftSampling())])
-    running = threading.Thread(target=loop.run, daemon=True)
-    running.start()
-    assert sink.next() == [Proposals(2, len(LONG), [], ProposalStatus.READY)]
-    loop.stop()
-    running.join(SOON_S)
-    assert loop.steps == 0

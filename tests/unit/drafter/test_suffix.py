@@ -1,19 +1,13 @@
 """Suffix decoding as a proposer, what it remembers of others, and what drafters tell each other."""
 
-import threading
-import time
 from array import array
 
 import pytest
 
-from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.suffix import PART_TOKENS, AnswerPart, SuffixAnswers, SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.actors.drafter.suffix_pool import PartLog, PoolMember
-from outrider.actors.round.drafter_client import DrafterClient
-from outrider.actors.round.request import Request
-from outrider.cluster.link.codec import unpack
-from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, Proposals, ProposalStatus
+from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, ProposalStatus
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.drive import Drive, Told
 
@@ -103,15 +97,6 @@ def test_a_draft_ends_where_another_tenants_answer_begins():
         assert found.score <= 2
 
 
-def test_a_running_answer_helps_another_request():
-    drafter = proposer()
-    drafter.open(KEY, [1, 2, 3], 4, GREEDY)
-    drafter.commit(KEY, commit(KEY, 3, list(range(100, 100 + PART_TOKENS)), 0))
-    drafter.work_off()
-    drafter.open(OTHER, [7, 8], 4, GREEDY)
-    assert drafter.commit(OTHER, commit(OTHER, 2, [110, 111]))[0].token_ids == [112, 113]
-
-
 def test_every_token_of_an_answer_is_shared_once():
     drafter = proposer()
     drafter.open(KEY, [1, 2, 3], 4, GREEDY)
@@ -153,15 +138,6 @@ def test_a_request_learns_nothing_from_one_that_drew_the_same_random_numbers(fir
     assert drafted == ([63, 64, 65] if learns else [])
 
 
-def test_its_own_parts_do_not_keep_a_request_from_learning():
-    drafter = proposer()
-    answer_all(drafter, OTHER, [9], range(200, 230))
-    drafter.open(KEY, [1, 2, 3], 4, DraftSampling(Mode.REJECTION, 1.0, seed=5))
-    drafter.commit(KEY, commit(KEY, 3, list(range(100, 100 + PART_TOKENS)), 0))
-    drafter.work_off()
-    assert drafter.commit(KEY, commit(KEY, 3 + PART_TOKENS, [210, 211]))[0].token_ids == [212, 213]
-
-
 def test_of_the_commits_of_an_unread_prompt_the_last_is_answered_once_if_it_wants_drafts():
     drafter = proposer()
     prompt = [*range(10_000), 5, 6]
@@ -175,38 +151,6 @@ def test_of_the_commits_of_an_unread_prompt_the_last_is_answered_once_if_it_want
     ]  # fmt: skip
     assert answers[1].base_committed_len == len(prompt) + 3
     assert len(answers[1].token_ids) == 3
-
-
-class Wire:
-    """A link that keeps what is posted."""
-
-    epoch, broken = 1, None
-
-    def __init__(self):
-        self.messages = []
-
-    def post(self, payloads):
-        for payload in payloads:
-            self.messages += unpack(payload, 20_000, 4)
-
-
-def test_a_round_that_waits_for_an_unread_prompt_gets_its_drafts():
-    """The verifier waits from READY on: by then the answer must be on its way."""
-    drafter, wire = proposer(), Wire()
-    prompt = [*range(10_000), 5, 6]
-    request = Request("a", None, DraftSampling(seed=1), list(prompt), len(prompt), max_drafts=4)
-    conversation = DrafterClient({"a": request}, 1.0, time.monotonic)
-    conversation.offer(wire)
-    assert conversation.check_link()
-    request.token_ids.append(7)
-    conversation.commit(request, [7], 4, 4)
-    conversation.flush()
-    opened, committed = wire.messages
-    drafter.open((1, opened.request), list(opened.token_ids), 4, opened.sampling)
-    for said in [*drafter.commit((1, opened.request), committed), *drafter.work_off()]:
-        conversation.hear([Proposals(said.key[1], said.base_committed_len, said.token_ids, said.status)])
-    assert not conversation.is_awaited()
-    assert request.draft(4).ids == [8, 9, 10]
 
 
 def test_without_a_cache_each_request_has_its_own_text_only():
@@ -238,29 +182,6 @@ def test_tokens_are_bounded_whatever_the_number_of_requests():
         assert answers.path([510, 511], 2, ("me", 1), seed).token_ids == ([512, 513] if known else [])
 
 
-def test_what_nobody_fetches_is_lost_and_counted():
-    drafter = proposer(max_requests=50)
-    drafter.learn([part(number, [1, 2, 3, 4]) for number in range(5000)])
-    assert drafter.counters()["suffix_parts_lost"] == 5000 - 4096
-
-
-def test_what_others_answered_is_read_while_nothing_else_happens():
-    drafter = proposer()
-    loop = DraftLoop(drafter.proposer)
-    thread = threading.Thread(target=loop.run, daemon=True)
-    thread.start()
-    try:
-        drafter.learn([part(number, range(50, 80)) for number in range(9)])
-        loop.wake()
-        give_up = time.monotonic() + 10
-        while drafter.counters()["suffix_cached_requests"] < 9:
-            assert time.monotonic() < give_up, "not read"
-            time.sleep(0.001)
-    finally:
-        loop.stop()
-        thread.join(10)
-
-
 class Registry:
     """A pool's actor in this process; fails when told to."""
 
@@ -290,21 +211,6 @@ def test_one_replica_learns_what_another_answered():
     assert first.counters()["suffix_cached_requests"] == 1, "its own answers do not come back to it"
 
 
-def test_a_dead_pool_costs_learning_only_and_is_counted():
-    pool = Registry()
-    drafter = proposer("a")
-    member = PoolMember("a", pool, drafter.take_parts, drafter.learn)
-    pool.fails = True
-    assert [member.exchange(), member.exchange()] == [False, False]
-    assert member.failures == 2
-    pool.fails = False
-    pool.log.add([part(1, range(50, 80))])
-    member.exchange()
-    assert member.failures == 2
-    drafter.work_off()
-    assert drafter.counters()["suffix_cached_requests"] == 1
-
-
 def test_a_pool_that_began_anew_is_read_from_its_start():
     pool = Registry()
     learnt = []
@@ -316,23 +222,3 @@ def test_a_pool_that_began_anew_is_read_from_its_start():
     pool.log.add([part(9, [4, 5, 6])])
     member.exchange()
     assert [p.request[1] for p in learnt[5:]] == [9]
-
-
-def test_a_log_is_bounded_and_handed_out_in_pieces():
-    log = PartLog(max_tokens=100)
-    log.add([part(number, range(10)) for number in range(50)])
-    got = log.since(None, "a", most=6)
-    assert [p.request[1] for p in got.parts] == [40, 41, 42, 43, 44, 45]
-    assert got.more
-    rest = log.since(got.cursor, "a", most=6)
-    assert [p.request[1] for p in rest.parts] == [46, 47, 48, 49]
-    assert not rest.more
-    assert log.since(rest.cursor, "a").parts == []
-    assert log.since(None, "x").parts == [], "not a drafter's own"
-
-
-def test_what_it_counts_is_exported_by_its_name():
-    from outrider.actors.observability.catalog import DRAFTER
-
-    exported = {spec.read for spec in DRAFTER if spec.name.startswith("outrider:suffix")}
-    assert exported - {"suffix_pool_failures"} <= set(proposer().counters())

@@ -66,39 +66,6 @@ def test_the_path_is_the_one_that_searching_the_text_gives(seed):
         index.append(more)
 
 
-def test_the_more_frequent_continuation_wins():
-    index = indexed([1, 2, 3, 7, 0], [1, 2, 3, 8, 0], [1, 2, 3, 8, 0])
-    path = best_path(index, [1, 2, 3], 1, LIMITS, is_the_text=False)
-    assert path.token_ids == [8]
-    assert path.score == pytest.approx(2 / 3)
-
-
-def test_a_longer_match_drafts_more():
-    """max_spec_factor tokens for each that matches, and match and draft within the depth."""
-    text = list(range(100, 160))
-    index = indexed(text)
-    lengths = {
-        n: len(best_path(index, [0] * (DEPTH - n) + text[10 : 10 + n], 32, LIMITS, is_the_text=False).token_ids)
-        for n in (1, 2, 6, 12, 24)
-    }
-    assert lengths == {1: 1, 2: 2, 6: 6, 12: 12, 24: 12}
-    wide = SuffixLimits(max_spec_factor=3.0)
-    assert len(best_path(index, text[10:13], 32, wide, is_the_text=False).token_ids) == 9
-
-
-def test_drafting_stops_where_the_draft_becomes_unlikely():
-    texts = [[1, 2, 3, 4, first, second] for first in range(10, 14) for second in (20, 21)]
-    index = indexed(*texts)
-    for least, expected in ((0.0, 2), (0.125, 2), (0.2, 1), (0.3, 0)):
-        path = best_path(index, [1, 2, 3, 4], 2, SuffixLimits(min_token_prob=least), is_the_text=False)
-        assert len(path.token_ids) == expected, f"min_token_prob {least}"
-
-
-def test_a_loop_goes_on_as_a_loop():
-    text = [9, 1, 2, 1, 2, 1, 2, 1, 2]
-    assert best_path(indexed(text), text, 6, SuffixLimits(max_spec_factor=4), is_the_text=True).token_ids == [1, 2] * 3
-
-
 def test_texts_do_not_run_into_each_other():
     index = indexed([1, 2, 3, 4], [5, 6, 7, 8])
     assert best_path(index, [1, 2, 3, 4], 4, LIMITS, is_the_text=False).token_ids == []

@@ -74,24 +74,6 @@ def test_all_parts_of_an_answer_and_all_answers_to_a_prompt_are_on_the_same_side
     assert 0 <= again[0].prompt < 2**63
 
 
-def test_prompts_behind_one_system_prompt_are_on_both_sides():
-    system = list(range(1, 100))
-    prompts = [taught_of([*system, number, 3, 4, 5], lesson(102, 1))[0].prompt for number in range(200)]
-    assert len(set(prompts)) == 200
-    assert 5 < sum(prompt < 0.125 * 2**63 for prompt in prompts) < 60
-
-
-def test_what_was_fetched_counts_no_more():
-    kept = SampleCollector()
-    text = list(range(1, 300))
-    for number in range(2000):
-        kept.add((1, number), text, lesson(250, 2), greedy=True)
-        kept.close((1, number), text, greedy=True)
-        kept.take()
-    assert kept.dropped == 0
-    assert not kept._prompts
-
-
 def test_parts_that_nobody_fetches_are_dropped_the_oldest_first():
     kept = SampleCollector()
     text = list(range(1, 300))

@@ -16,7 +16,6 @@ from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.ngram import NgramProposer
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.scripted_proposer import SOON_S
-from tests.unit.drafter.test_lookup_drafters import SeveralBench
 from tests.unit.drafting_engine import VOCAB, MemoryEngine
 
 
@@ -39,13 +38,6 @@ def test_the_warm_up_covers_every_way_to_draw():
     assert {(mode, with_one) for mode in (Mode.REJECTION, Mode.COUPLED) for with_one in (False, True)} < seen
     assert (Mode.GREEDY, False) in seen
     assert {sampling.top_n for sampling in proposer.opened if sampling.mode is Mode.REJECTION} == {16}
-
-
-def test_warming_up_is_no_round_of_the_judges() -> None:
-    bench = SeveralBench()
-    warm_up(bench.several, draft_top_n=64)
-    assert bench.several.model.step_us() > 0
-    assert set(bench.several.selector.chosen.values()) == {0}
 
 
 class SureEngine(MemoryEngine):

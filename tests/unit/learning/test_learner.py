@@ -2,20 +2,17 @@
 
 import copy
 import dataclasses
-import random
 
 import numpy as np
 import pytest
 import torch
 
-from outrider.actors.learning.gate import LEAST_TEXTS
 from outrider.actors.learning.learner import BATCH_SIZE, PASSES
 from tests.unit.learning.tiny_learner import (
     TRAINED,
     VOCAB,
     acceptance,
     alike,
-    drafter,
     experienced,
     half,
     learner,
@@ -100,33 +97,6 @@ def test_labels_that_are_noise_are_not_learned():
     assert sum(made.figures()["refused"].values()) >= 3, made.figures()
 
 
-def with_shuffled_labels(texts, seed, held_out=0.125):
-    """Texts to train on exchange what the target is said to have found likely; held-out ones stay as they are."""
-    poisoned = [at for at, one in enumerate(texts) if one.prompt >= held_out * 2**63]
-    mixed = list(poisoned)
-    random.Random(seed).shuffle(mixed)
-    top_ids = {at: texts[other].top_ids for at, other in zip(poisoned, mixed, strict=True)}
-    return [dataclasses.replace(one, top_ids=top_ids.get(at, one.top_ids)) for at, one in enumerate(texts)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_labels_that_are_shuffled_between_texts_to_train_on_make_nothing_worse(seed):
-    """The held-out texts are clean, so what was learned from the others has to stand before them."""
-    made = learner(model=drafter(seed))
-    first = 10_000 * (1 + seed)
-    made.add(many(first=first))
-    work(made, 100)
-    clean = many(100, first=first + 8000)
-    good, before = acceptance(made, made.serving.tensors, clean), made.figures()
-    assert before["adopted"] >= 1
-    for number in range(4):
-        made.add(with_shuffled_labels(many(600, first=first + 1000 * (1 + number)), seed))
-        work(made, 25)
-    figures = made.figures()
-    assert acceptance(made, made.serving.tensors, clean) >= good - 0.01, figures
-    assert sum(figures["refused"].values()) >= sum(before["refused"].values()) + 3
-
-
 def test_a_shift_is_followed_and_what_came_before_is_not_forgotten():
     made = learner()
     made.add(many(400, rule=5))
@@ -159,19 +129,6 @@ def test_what_the_traffic_does_not_hold_is_kept_by_general_texts():
     with_them, without = after(known), after([])
     assert with_them > -0.02
     assert without < with_them - 0.05, "it forgets"
-
-
-@pytest.mark.parametrize("number", [LEAST_TEXTS - 1, LEAST_TEXTS])
-def test_general_texts_to_compare_with_are_never_trained_on(number):
-    """They are those that the drafter was not made from, where there are enough of them."""
-    general = many(100, first=500, greedy=False)
-    general[40 : 40 + number] = [dataclasses.replace(text, held_out=True) for text in general[40 : 40 + number]]
-    made = learner(general=general)
-    held = [text.held_out for text in made._held_general]
-    assert all(held) == (number == LEAST_TEXTS)
-    assert len(held) == number if all(held) else 30 < len(held) < 70
-    made.add(many(50))
-    assert not {text for _ in range(200) for text in made._replay.batch(8)} & set(made._held_general)
 
 
 def test_a_version_that_turns_out_worse_is_withdrawn():

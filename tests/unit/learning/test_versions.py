@@ -1,7 +1,8 @@
-"""Versions: what the public status says of them, and the file of each on disk."""
+"""Checks versions of a learning drafter: their status, their files, and which of them drafters are given."""
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from google.protobuf import json_format
@@ -9,9 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from outrider.actors.learning.gate import Difference, Verdict
-from outrider.actors.learning.versions import KEPT_VERSIONS, Version, VersionStore, sampled_digest, status_of
+from outrider.actors.learning.service import Report, VersionServer
+from outrider.actors.learning.texts import LEAST_GENERAL, MAX_TEXT_TOKENS, Text, general_texts
+from outrider.actors.learning.versions import Version, VersionStore, sampled_digest, status_of
+from outrider.deploy.distill.texts import Job, TextStore
 from outrider.v1 import generation_pb2 as pb
 from tests.support.models.tiny_models import build_tiny_llama
+from tests.unit.learning.tiny_learner import learner, serve
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -69,15 +74,6 @@ def test_what_is_kept_is_found_again_and_makes_a_checkpoint(store, base, tmp_pat
     torch.testing.assert_close(dict(model.named_parameters())[NAME].data, changed(base, 1.0)[NAME])
 
 
-def test_the_latest_ones_are_kept(store, base):
-    for number in (1, 2, 3, 10):
-        path = store.save(number, changed(base, number))
-    names = [f"version-{number:06d}.safetensors" for number in (2, 3, 10)]
-    assert sorted(each.name for each in path.parent.iterdir()) == names
-    assert len(names) == KEPT_VERSIONS
-    assert store.latest({NAME})[0] == 10
-
-
 def test_what_is_half_written_or_damaged_is_left_alone(store, base):
     store.save(1, changed(base, 1.0))
     path = store.save(2, changed(base, 2.0))
@@ -114,3 +110,46 @@ def test_checkpoints_are_told_apart_in_a_moment_wherever_they_lie(base, tmp_path
     data[len(data) // 2 : len(data) // 2 + 64] = bytes(64)
     (same / "model.safetensors").write_bytes(data)
     assert sampled_digest(same) != sampled_digest(base)
+
+
+def test_a_version_that_a_drafter_could_not_load_is_not_given_to_it_again():
+    made = learner()
+    server = VersionServer(made, "base", lambda tensors: tensors)
+
+    def offered(held=None, refused=None, drafter="one"):
+        update = server.exchange(Report(drafter, held, refused), [])
+        return update.version[1] if update.tensors else None
+
+    assert offered() is None, "it drafts as it was loaded"
+    serve(made)
+    version = (made.id, 1)
+    assert [offered(), offered()] == [1, 1], "it may still be loading"
+    assert offered(held=version) is None
+    assert offered(held=version, refused=version) is None
+    assert offered() is None, "after a restart"
+    assert offered(drafter="another") == 1
+    serve(made)
+    assert offered() == 2
+
+
+def text(*ids, prompt=0):
+    tops = np.zeros((len(ids) - 1, 4))
+    return Text(prompt, 0, np.array(ids, np.int32), 1, tops.astype(np.int32), tops.astype(np.float16))
+
+
+def test_of_general_texts_those_count_that_the_drafter_can_read(tmp_path):
+    fit = [text(1, 2, 3, prompt=prompt) for prompt in range(LEAST_GENERAL)]
+    others = [text(1, 100, 3), text(*[1] * (MAX_TEXT_TOKENS + 1))]
+    TextStore(tmp_path).save(Job(0, 0, tuple(range(LEAST_GENERAL + 2))), [*fit, *others])
+    assert [each.ids.tolist() for each in general_texts(str(tmp_path), 100)] == [[1, 2, 3]] * LEAST_GENERAL
+    assert general_texts(None, 100) == []
+
+
+@pytest.mark.parametrize("files", [0, 1])
+def test_general_texts_that_are_too_few_to_tell_a_loss_by_are_an_error(tmp_path, files):
+    """Of two answers to one prompt one counts: with so few nothing would ever be certain, and nothing learned."""
+    texts = [text(1, 2, 3, prompt=number // 2) for number in range(2 * LEAST_GENERAL - 2)]
+    for _ in range(files):
+        TextStore(tmp_path).save(Job(0, 0, (0, 1)), texts)
+    with pytest.raises(FileNotFoundError, match=rf"drafter\.learn\.general: .* texts to {23 * files} prompts"):
+        general_texts(str(tmp_path), 100)

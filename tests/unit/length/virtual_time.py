@@ -11,7 +11,7 @@ Shapes: B requests, N text positions, S side branches of a request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numba
@@ -48,19 +48,15 @@ class Pair:
 
     noise: float = 0.02
     deadline_s: float = 1.0
-    compute_bound: tuple[float, float] = (1e9, 0.0)
-    """Tokens beyond which a target step costs more, and how much more for each."""
 
     contention: float = 0.0
     """How much longer the target's steps take while a drafter is at work, as where both share a memory."""
 
     def step_s(self, tokens: float) -> float:
-        knee, steep = self.compute_bound
-        return self.target_s[0] + self.target_s[1] * (tokens - 1) + steep * max(0.0, tokens - knee)
+        return self.target_s[0] + self.target_s[1] * (tokens - 1)
 
     def slower_drafter(self, factor: float) -> Pair:
-        draft_s = self.draft_s[0] * factor, self.draft_s[1] * factor
-        return Pair(self.target_s, draft_s, self.host_s, self.answer_s, self.noise, self.deadline_s, self.compute_bound)
+        return replace(self, draft_s=(self.draft_s[0] * factor, self.draft_s[1] * factor))
 
     def plain_rate(self, batch: int) -> float:
         return batch / (self.step_s(batch) + self.host_s)
@@ -68,7 +64,6 @@ class Pair:
 
 PAIRS = {
     "70b-8b": Pair((0.025, 0.00005), (0.006, 0.00003)),
-    "70b-1b": Pair((0.025, 0.00005), (0.0014, 0.00001)),
     "32b-0.6b": Pair((0.0135, 0.00005), (0.0015, 0.00001)),
     "qwen-cpu": Pair((0.320, 0.005), (0.105, 0.005), host_s=0.005, answer_s=0.001, noise=0.05),
 }
@@ -76,23 +71,16 @@ PAIRS = {
 
 @dataclass(frozen=True)
 class Text:
-    """acceptance: of the drafter's likeliest token; several: of the batch's requests, in turn; shifting: they follow
-    each other every 64 tokens of every request instead. second, third: share of misses that an alternative covers.
-    guess: how often the bonus token is guessed; None: as often as a draft is right."""
+    """acceptance: of the drafter's likeliest token; several: of the batch's requests, in turn. second, third: share of
+    misses that an alternative covers."""
 
     acceptance: tuple[float, ...]
     second: float
     third: float
-    shifting: bool = False
-    guess: float | None = None
-    beyond_stays: bool = True
-    """Drafts beyond those sent serve the next round too (`ModelSequence.free_of_rounds`)."""
 
     def rates(self, batch: int, length: int, first: int = 0) -> np.ndarray:
         """[B, N]"""
         values = np.array(self.acceptance)
-        if self.shifting:
-            return np.tile(values[(np.arange(length) // 64) % len(values)], (batch, 1))
         return np.tile(values[(first + np.arange(batch)) % len(values)][:, None], (1, length))
 
 
@@ -100,9 +88,6 @@ TEXTS = {
     "stated": Text((0.8,), 0.735, 0.176),
     "code": Text((0.66**0.25,), 0.735, 0.176),
     "chat": Text((0.52**0.25,), 0.563, 0.229),
-    "shift": Text((0.9, 0.4), 0.65, 0.2, shifting=True),
-    "mixed": Text((0.95, 0.8, 0.5, 0.2), 0.65, 0.2),
-    "sampled": Text((0.7,), 0.4, 0.15, guess=0.55, beyond_stays=False),
     "poor": Text((0.3,), 0.4, 0.15),
     "hopeless": Text((0.0,), 0.0, 0.0),
 }
@@ -157,10 +142,9 @@ class VirtualRounds:
         """What is written from now on."""
         batch, length = self.batch, self._length
         self.text, first = text, int(self._texts.integers(len(text.acceptance)))
-        draws = self._texts.random((3, batch, length))
+        draws = self._texts.random((2, batch, length))
         rates = text.rates(batch, length, first)
         right = draws[0] < rates
-        self._guess_right = right if text.guess is None else draws[2] < text.guess
         wrong = np.where(right, length, np.arange(length))
         self._next_wrong = np.minimum.accumulate(wrong[:, ::-1], axis=1)[:, ::-1]
         # 1, 2: the alternative that covers a miss; 0: none does.
@@ -208,11 +192,7 @@ class VirtualRounds:
             self.controller.observe_round(self.estimates[slot], int(sent[slot]), int(accepted[slot]))
         at = p + accepted
         # A late answer's drafts were sent, never verified: the line goes on all the same where it is right.
-        right_line = np.where(
-            accepted < sent, False, np.where(self._sent == sent, self._guess_right[slots, at], self._right(at))
-        )
-        if not self.text.beyond_stays:
-            right_line &= self._sent == sent
+        right_line = (accepted == sent) & self._right(at)
         main = right_line & (self._m > at)
         drawn = self._m > at
         side = (
@@ -266,7 +246,7 @@ class VirtualRounds:
         """The drafter's steps from `start` up to `end`, or until nobody is due if waiting. counts, waits: what came
         and when, filled in."""
         self._step_ends, self._draft_step_s = _draft(
-            start, end, waiting, self.text.beyond_stays, self._step_ends, self._draft_step_s, *self.pair.draft_s,
+            start, end, waiting, self._step_ends, self._draft_step_s, *self.pair.draft_s,
             self._noise, self._p, self._m, self._sent, self._wanted, self._need, self._due, self._in_flight[0],
             self._side_at, self._side_rank, self._side_count, self._side_value, self._in_flight[1], self._branches,
             counts, waits,
@@ -304,7 +284,7 @@ class VirtualRounds:
 
 @numba.njit(cache=True)
 def _draft(
-    start, end, waiting, beyond_stays, step_ends, mean_s, base_s, extra_s, noise, p, m, sent, wanted, need, due, main_f,
+    start, end, waiting, step_ends, mean_s, base_s, extra_s, noise, p, m, sent, wanted, need, due, main_f,
     side_at, side_rank, side_count, side_value, side_f, branches, counts, waits,
 ):  # fmt: skip
     """A drafter's steps, one after another. Arrays are changed in place; returns when the running step ends (inf: none
@@ -328,9 +308,6 @@ def _draft(
                 sent[b] = counts[b] = min(m[b] - p[b], wanted[b])
                 waits[b] = now - start
                 due[b] = False
-                if not beyond_stays:
-                    m[b] = p[b] + sent[b]
-                    main_f[b] = False
                 for s in range(num_sides):
                     side_at[b, s] = p[b] + int(branches[b, sent[b], 0, s])
                     side_rank[b, s] = int(branches[b, sent[b], 1, s])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -14,7 +13,7 @@ from torch.distributed import HashStore
 
 from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.link import WireError
-from outrider.cluster.link.device_wire import DeviceWire, _group_of_two
+from outrider.cluster.link.device_wire import DeviceWire
 from outrider.cluster.link.rendezvous import check_device
 from tests.support.devices import cpu_device
 from tests.support.threads import threads_end
@@ -139,32 +138,6 @@ def test_directions_that_wait_for_each_other_are_aborted_once():
             end.send(b"x")
 
 
-LET_GO = threading.Event()
-"""Whoever is stuck goes on."""
-
-
-class StuckGroup(cpu_device.Group):
-    """Does not come back from its abort before it is let go."""
-
-    def abort(self):
-        LET_GO.wait(HANG_GUARD_S)
-        super().abort()
-
-
-STUCK = cpu_device.register("polled_gloo_stuck", StuckGroup)
-
-
-def test_an_abort_that_does_not_come_back_is_waited_for_only_so_long(monkeypatch):
-    monkeypatch.setattr("outrider.cluster.link.device_wire.ABORT_S", 0.05)
-    start = time.monotonic()
-    with threads_end(HANG_GUARD_S):
-        for end in connected(backend=STUCK):
-            end.end()
-        took_s = time.monotonic() - start
-        LET_GO.set()
-    assert took_s < HANG_GUARD_S / 2
-
-
 @pytest.mark.parametrize(("backend", "device_type"), [("nccl", "cuda"), ("hccl", "npu"), ("xccl", "xpu")])
 def test_a_backend_that_torch_has_not_is_refused_by_its_name(backend, device_type):
     if torch.distributed.is_backend_available(backend):
@@ -173,31 +146,3 @@ def test_a_backend_that_torch_has_not_is_refused_by_its_name(backend, device_typ
     reason = rf"^{backend} needs a device of torch's kind {device_type} on both ends, .* no such backend; use link"
     with pytest.raises(WireError, match=reason):
         check_device(backend)
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
-@pytest.mark.parametrize("device_type", ["npu", "cuda", "xpu"])
-def test_a_device_that_is_not_there_is_refused_by_its_name(device_type):
-    """One that torch does not know, and ones that it knows."""
-    with pytest.raises(WireError, match=f"gloo needs a device of torch's kind {device_type} .* there is none"):
-        DeviceWire.check("gloo", device_type)
-
-
-def test_what_is_no_device_s_needs_none():
-    for backend in ("auto", cpu_device.BACKEND):
-        check_device(backend)
-
-
-@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this torch has no NCCL")
-def test_nccl_may_take_one_block_of_the_gpu(monkeypatch):
-    """The options are NCCL's own. Its groups cannot be made without a GPU."""
-
-    class Group:
-        Options = torch.distributed.ProcessGroupNCCL.Options
-
-        def __init__(self, store, rank, size, options):
-            self.config = options.config
-
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group)
-    config = _group_of_two("nccl", HashStore(), 0).config
-    assert (config.min_ctas, config.max_ctas) == (1, 1)

@@ -58,26 +58,6 @@ def test_on_receive_replaces_the_inbox(make_link):
     assert arrivals.get(timeout=SOON_S) == ("y", b"2")
 
 
-def test_counters(pair):
-    a, b = pair()
-    a.post([b"123"])
-    b.poll(SOON_S)
-    a.ping(1, SOON_S)
-    until(lambda: b.counters.frames_sent == 1)
-    assert (a.counters.frames_sent, b.counters.frames_received, b.counters.data_frames_received) == (2, 2, 1)
-    assert a.counters.bytes_sent == b.counters.bytes_received == len(frame(payload=b"123")) + len(frame()) + 4
-    assert a.counters.frames_received == 1
-    assert a.counters.last_receive_monotonic_s is not None
-
-
-def test_ping(pair):
-    a, b = pair()
-    stats = a.ping(5, SOON_S)
-    assert 0 < stats.min_us <= stats.median_us <= stats.max_us
-    assert b.poll(0) is None
-    assert b.counters.frames_received == 5
-
-
 def test_a_late_pong_is_not_taken_for_the_next_ones(make_link):
     """The answer to a ping that was given up arrives first, and must not end the next ping."""
     near, far = MemoryWire.pair()

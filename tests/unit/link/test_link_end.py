@@ -149,22 +149,6 @@ def test_too_much_unread_breaks_the_link(make_link):
     assert until_broken(link) == "inbox overflow: 3 frames unread"
 
 
-def test_a_callback_may_abort_its_own_link(make_link):
-    near, far = MemoryWire.pair()
-    done = threading.Event()
-    link = make_link(near, on_broken=lambda _: (link.abort("from the callback"), done.set()))
-    far.end()
-    assert done.wait(SOON_S)
-    assert link.broken == "connection lost: the peer is gone"
-
-
-def test_link_that_was_never_started_can_be_ended(make_link):
-    wire, _ = MemoryWire.pair()
-    link = make_link(wire, started=False)
-    link.close("never mind")
-    assert wire.is_ended
-
-
 def test_abort_waits_for_nothing_and_leaves_nothing(make_link):
     """Whoever aborts may be the engine's step, which must not wait for a wire that is slow to free."""
     wire, _ = MemoryWire.pair()

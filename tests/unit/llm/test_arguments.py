@@ -130,8 +130,3 @@ def test_a_speculator_names_target_method_and_length(tmp_path):
     config = config_from_flags(str(tmp_path), *flags())
     assert (config.target.model, config.drafter.method, config.num_speculative_tokens) == ("org/target", "eagle3", 3)
     assert config.drafter.model == str(tmp_path)
-
-
-def test_a_flag_without_effect_says_what_to_set():
-    with pytest.raises(ConfigError, match=r"--uds: has no effect here; .*--port"):
-        config_from_flags("org/t", *flags("--uds", "/tmp/socket"))

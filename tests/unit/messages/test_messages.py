@@ -21,11 +21,6 @@ from outrider.cluster.modes import Mode
 from tests.unit.messages.message_samples import INF, NAN, drawn, open_request, sparse_q
 
 
-def test_commit_properties():
-    commit = Commit(1, 10, [4, 5, 6], 2, 1)
-    assert (commit.accepted_len, commit.committed_len) == (2, 13)
-
-
 @pytest.mark.parametrize(
     ("make", "field"),
     [

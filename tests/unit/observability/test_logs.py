@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import logging.config
-from contextlib import suppress
 
 import pytest
 
@@ -56,25 +55,6 @@ async def test_a_task_s_lines_carry_its_request_s_id_and_no_other_s(stream):
     logger.warning("about nobody")
     found = [(line["message"], line.get(logs.REQUEST_ID_KEY)) for line in lines()]
     assert found == [("about a", "a"), ("about b", "b"), ("about nobody", None)]
-
-
-@pytest.mark.parametrize(
-    ("error", "outcome"),
-    [(None, "done"), (RuntimeError("what the client sent"), "RuntimeError"), (asyncio.CancelledError(), "cancelled")],
-)
-def test_a_request_s_line_says_what_became_of_it(stream, error, outcome):
-    logger, lines = stream
-    with suppress(BaseException), logs.request_line(logger, "mine-0a1b2c3d"):
-        if error is not None:
-            raise error
-    (line,) = lines()
-    assert (line[logs.REQUEST_ID_KEY], line["outcome"]) == ("mine-0a1b2c3d", outcome)
-    assert line["message"].startswith(f"request mine-0a1b2c3d: {outcome}, ")
-
-
-def test_the_engine_s_id_is_told_as_the_client_s():
-    for engine_s, client_s in (("mine-0a1b2c3d", "mine"), ("1_mine-0a1b2c3d", "1_mine"), ("mine", "mine")):
-        assert logs.about(engine_s) == {logs.REQUEST_ID_KEY: client_s}
 
 
 def test_the_file_that_vllm_s_processes_read_configures_their_loggers_and_ours():

@@ -5,14 +5,12 @@ With a collector and real processes: tests/integration/test_traces_and_logs.py.
 
 from types import SimpleNamespace
 
-import httpx
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from msgspec import structs
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
 
 from outrider.actors.observability import environment, tracing
 from outrider.actors.observability.environment import process_environment
@@ -77,45 +75,6 @@ async def test_a_request_s_spans_are_one_trace_that_the_caller_began(spans):
     assert target.attributes["outrider.finish_reason"] == "stop"
 
 
-def test_errors_and_cancellations_end_the_span_and_say_so(spans):
-    with pytest.raises(RuntimeError), tracing.rpc_span("failed", context(), "r1"):
-        raise RuntimeError("INTERNAL: broken")
-    with pytest.raises(GeneratorExit), tracing.rpc_span("left", context([("traceparent", "rubbish")]), "r1"):
-        raise GeneratorExit
-    with tracing.rpc_span("GetServerStatus", context(), None) as headers:
-        assert headers == {}, "a control call has no span"
-    failed, left = spans.finished()
-    assert (failed.status.status_code, failed.status.description) == (StatusCode.ERROR, "INTERNAL: broken")
-    assert left.attributes["outrider.cancelled"]
-    assert left.status.status_code is StatusCode.UNSET
-    assert left.parent is None, "headers that are none begin a trace"
-
-
-async def test_opentelemetry_traces_http_and_what_is_called_is_a_child(spans):
-    app, seen = FastAPI(), {}
-
-    @app.post("/v1/{what}")
-    async def answer(request: Request, what: str):
-        seen.update({name.decode(): value.decode() for name, value in tracing.forwarded(request.scope["headers"])})
-        with tracing.rpc_span("GenerateStream", context(), "r1"):  # of the page: no headers of its own
-            pass
-
-    @app.get("/metrics")
-    async def scrape(): ...
-
-    tracing.instrument(app)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
-        await client.post("/v1/x", headers=CALLER)
-        await client.get("/metrics")
-    inner, outer = spans.finished()
-    assert (outer.name, outer.kind) == ("POST /v1/{what}", SpanKind.SERVER)
-    assert f"{outer.parent.span_id:016x}" == "b7ad6b7169203331"
-    assert inner.parent.span_id == outer.context.span_id
-    assert seen["host"] == "here"
-    assert seen["traceparent"] == f"00-{TRACE_ID}-{outer.context.span_id:016x}-01"
-    assert tracing.forwarded([(b"a", b"b")]) == [(b"a", b"b")], "outside of a request"
-
-
 def test_a_traced_request_s_rounds_are_reported_until_it_is_over_preempted_or_not(spans):
     def answer(message):
         return [structs.replace(each, origin=DraftOrigin.SIDE_BRANCH) for each in drafting([1, 2, 3])(message)]
@@ -135,17 +94,6 @@ def test_a_traced_request_s_rounds_are_reported_until_it_is_over_preempted_or_no
         (1, 3, 2, 3, "side_branch", True, 1),
         (2, 0, 0, 1, "none", False, 1),
     ]
-
-
-def test_a_round_begins_when_the_wait_for_its_proposals_does(spans):
-    now = iter((2_000_000_000, 2_060_000_000))
-    rounds = RoundTracer(spans.tracer, lambda: next(now))
-    rounds.waited(0.010)
-    rounds.step_starts()
-    rounds.committed(rounds.track(CALLER), 4, 3, epoch=2)
-    (span,) = spans.finished()
-    assert span.attributes["outrider.wait_ms"] == 10.0
-    assert (span.start_time, span.end_time) == (1_990_000_000, 2_060_000_000)
 
 
 async def test_off_means_untouched(monkeypatch):

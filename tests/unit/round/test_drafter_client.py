@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 
-from outrider.actors.round.length import Lengths
 from outrider.cluster.link.messages import (
-    MAX_NAME_LENGTH,
     Close,
     CloseReason,
     Commit,
-    Name,
     Open,
     Proposals,
     ProposalStatus,
@@ -187,12 +184,6 @@ def test_a_finishing_commit_is_not_sent_and_not_awaited(engine, end):
     assert not engine.drafter.is_awaited()
 
 
-def test_a_commit_that_fills_the_model_s_length_finishes(engine):
-    engine.begin(arrival(prompt=[5] * 19_999))
-    engine.commit({"a": [8]})
-    assert engine.said(Commit) == []
-
-
 def test_an_empty_commit_and_an_unknown_request_change_nothing(engine):
     opened(engine)
     engine.commit({"a": [], "nobody": [1]})
@@ -339,57 +330,9 @@ def test_who_decodes_plainly_is_never_told_of(engine, case):
 # What is counted.
 
 
-def test_wanted_lengths_count_by_request_and_round_as_far_as_the_request_allows(engine):
-    engine.begin(arrival(of=params(temperature=0.0, max_tokens=4)))
-    for wanted in (9, 2, 0):
-        engine.lengths.wanted = Lengths(wanted, wanted)
-        engine.commit({"a": [5]})
-    engine.lengths.wanted = Lengths(3, 3)
-    engine.commit({"a": [5], "unknown": [5]})
-    assert engine["a"].max_drafts == 4
-    assert engine.round.metrics()["wanted"] == {"0": 1, "2": 1, "4": 1}
-
-
 def test_a_request_without_a_link_is_degraded_once():
     engine = Engine()
     engine.begin("a")
     for _ in range(3):
         engine.commit({"a": [5]})
     assert engine.round.metrics()["degraded"] == {"no_link": 1}
-
-
-@pytest.mark.parametrize("wanted", [0, 2])
-def test_who_wants_no_drafts_or_has_ended_is_not(wanted):
-    engine = Engine()
-    engine.begin(arrival(of=params(temperature=0.0, max_tokens=1 if wanted else None)))
-    engine.lengths.wanted = Lengths(wanted, wanted)
-    engine.commit({"a": [5]})
-    assert engine.round.metrics()["degraded"] == {}
-
-
-@pytest.mark.parametrize(
-    ("status", "degraded"),
-    [
-        (ProposalStatus.OUT_OF_KV, {"out_of_kv": 1}),
-        (ProposalStatus.LENGTH, {"length": 1}),
-        (ProposalStatus.NOT_READY, {}),
-    ],
-)
-def test_refusals_degrade_but_for_a_prefill_that_is_under_way(engine, status, degraded):
-    handle = opened(engine, ready=False)
-    engine.commit({"a": [5]})
-    engine.hear(Proposals(handle, 4, [], status))
-    metrics = engine.round.metrics()
-    assert metrics["degraded"] == degraded
-    assert metrics["refused"] == {status.name.lower(): 1}
-
-
-def test_names_go_before_the_request_where_logs_want_them():
-    engine = Engine(silent, names_requests=True)
-    engine.begin("x" * (MAX_NAME_LENGTH + 1))
-    name, opening = engine.link.sent
-    assert name == Name(opening.request, "x" * MAX_NAME_LENGTH)
-    assert isinstance(opening, Open)
-    quiet = Engine(silent)
-    quiet.begin("a")
-    assert [type(message) for message in quiet.link.sent] == [Open]

@@ -1,10 +1,11 @@
-"""Rounds whose answers are late, or never come, and links that break or change."""
+"""Checks rounds whose answers are late or never come, how long a round waits, and links that break or change."""
 
 import pytest
 
+from outrider.actors.round.drafter_client import RoundDeadline
 from outrider.cluster.link import HANG, Received
 from outrider.cluster.link.messages import Commit, Open, Proposals, ProposalStatus
-from tests.unit.round.scripted_link import PROMPT, Engine, drafting, never_after_ready, silent
+from tests.unit.round.scripted_link import PROMPT, Engine, arrival, drafting, never_after_ready, silent
 
 
 def linked(answer, **options):
@@ -89,14 +90,6 @@ def test_a_broken_link_stops_waiting_at_once_and_reopens_on_the_next():
     second = engine.offer(drafting([3]))
     assert engine.step({"a": [11]}) == [[3]]
     assert list(second.sent[0].token_ids) == [*PROMPT, 8, 1, 9, 10]
-
-
-def test_a_link_that_breaks_while_sending_costs_only_the_drafts():
-    engine = linked(drafting([1]))
-    step = engine.begin()
-    engine.link.broken = "connection lost"
-    engine.round.commit(step, {"a": [8]})
-    assert engine.round.take_drafts(step, ["a"]) == [[]]
 
 
 def rounds_until_given_up(engine):
@@ -191,3 +184,137 @@ def test_a_step_that_was_scheduled_ahead_changes_links_when_its_answers_are_in()
     assert (borrowed.broken, home.sent) == (None, [])
     assert engine.round.settle(step, ["a"], [4]) == [[1, 2]]
     assert list(home.sent[0].token_ids) == [*PROMPT, 8, 9]
+
+
+def after(steps_s, longest_s=1.0, steps=2.0):
+    deadline = RoundDeadline(longest_s, steps)
+    for step_s in steps_s:
+        deadline.observe_step(step_s)
+    return deadline
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "steps", "longest_s"),
+    [
+        ([0.01] * 5, None, 1.0),
+        ([], 2.0, 1.0),
+        ([0.0, -1.0], 2.0, 1.0),
+        ([0.02], 2.0, 0.04),
+        ([0.02] * 50, 3.5, 0.07),
+        ([0.9] * 50, 2.0, 1.0),
+        ([0.02] * 50 + [0.06] * 100, 2.0, 0.12),
+        ([0.06] * 50 + [0.02] * 100, 2.0, 0.04),
+        ([0.02] * 50 + [30.0], 2.0, 0.0425),
+    ],
+    ids=["no steps asked for", "none yet", "no time", "one", "many", "the fixed time is the longest", "slower for good",
+         "faster for good", "a stall"],
+)  # fmt: skip
+def test_it_is_so_many_steps_and_never_more_than_the_fixed_time(steps_s, steps, longest_s):
+    assert after(steps_s, steps=steps).longest_s == pytest.approx(longest_s, rel=0.02)
+
+
+def test_what_was_measured_while_warming_up_is_forgotten():
+    deadline = after([20.0] * 3, longest_s=60.0)
+    deadline.reset()
+    assert deadline.longest_s == 60.0
+    deadline.observe_step(0.02)
+    assert deadline.longest_s == pytest.approx(0.04)
+
+
+def test_a_round_waits_for_so_many_of_the_target_s_steps():
+    """The engine's clock stands still but for waiting: a step is made to take 10 ms between two rounds."""
+    engine = Engine(never_after_ready, round_deadline_ms=500.0, round_deadline_steps=2.0)
+    engine.begin("a")
+    waits = []
+    for token in range(8, 14):
+        engine.now += 0.010
+        before = engine.now
+        engine.drafter.is_lagging = False
+        engine.step({"a": [token]})
+        waits.append(engine.now - before)
+    assert waits[0] == pytest.approx(0.5), "nothing is measured yet"
+    assert waits[-1] == pytest.approx(0.02)
+
+
+@pytest.fixture
+def engine():
+    """One request, drafted for by a drafter that always says [1, 2]."""
+    engine = Engine(drafting([1, 2]))
+    engine.begin("a")
+    assert engine.step({"a": [8]}) == [[1, 2]]
+    return engine
+
+
+def opened_with(link):
+    return [list(message.token_ids) for message in link.sent if isinstance(message, Open)]
+
+
+def test_every_running_request_is_opened_with_all_its_text_and_is_plain_until_its_first_answer(engine):
+    engine.begin(arrival("b", prompt=[3]), num_requests=2)
+    engine.begin(arrival("paused", prompt=[4]))
+    engine.tell(preempted=["paused"])
+    old, new = engine.link, engine.offer(silent)
+    step = engine.begin(drafts={"a": [1, 2]}, num_requests=2)
+    assert opened_with(new) == [[*PROMPT, 8], [3]]
+    assert "takes its place" in old.broken
+    assert engine.choose(step, "a")["a"][0] == [1, 2], "what the old drafter sent is verified all the same"
+    engine.round.commit(step, {"a": [1, 2, 9]})
+    assert engine.round.take_drafts(step, ["a"]) == [[]]
+    assert engine.step({"a": [10]}) == [[]]
+    assert engine.now == 0, "nobody waits for a drafter that is still reading"
+    followed = [message for message in new.sent if isinstance(message, Commit)]
+    assert [(m.base_committed_len, list(m.token_ids), m.num_wanted) for m in followed] == [
+        (4, [1, 2, 9], 4), (7, [10], 4),
+    ]  # fmt: skip
+    new.arrive(Proposals(followed[-1].request, 8, [7]))
+    new._answer = drafting([6])
+    assert engine.step({"a": [11]}) == [[6]]
+    assert engine.drafter.degraded == {}
+
+
+def test_an_answer_of_the_old_drafter_that_is_still_on_its_way_is_not_taken(engine):
+    engine.link._answer = silent
+    engine.commit({"a": [1, 2, 9]}, drafts={"a": [1, 2]})
+    handle = engine["a"].handle
+    engine.drafter.give_up_waiting()
+    new = engine.offer(silent)
+    engine.begin()
+    new.arrive(Proposals(handle, 7, [5]))
+    assert engine.round.take_drafts(engine.begin(), ["a"]) == [[]]
+    assert engine.drafter.stale == 1
+
+
+def test_a_new_link_that_breaks_is_followed_by_the_next_one(engine):
+    new = engine.offer(silent)
+    engine.step({"a": [9]})
+    new.broken = "connection lost"
+    assert engine.step({"a": [10]}) == [[]]
+    assert engine.drafter.epoch == 0
+    third = engine.offer(drafting([7]))
+    engine.step({"a": [11]})
+    assert opened_with(third) == [[*PROMPT, 8, 9, 10]]
+    assert engine.step({"a": [12]}) == [[7]]
+
+
+def test_a_target_that_idles_makes_no_step_and_changes_links_too(engine):
+    """Its drafter would count it as one of its targets for as long."""
+    old, new = engine.link, engine.offer(silent)
+    engine.round.status()
+    assert old.broken is None, "while there are requests their steps see to it"
+    engine.tell(finished=["a"])
+    newest = engine.offer(silent)
+    engine.round.status()
+    assert "takes its place" in old.broken
+    assert "takes its place" in new.broken
+    assert newest.broken is None
+    engine.begin("b")
+    assert opened_with(newest) == [PROMPT]
+
+
+def test_a_link_that_was_never_taken_is_ended_when_there_is_another():
+    engine = Engine(drafting([1]))
+    second, third = engine.offer(silent), engine.offer(drafting([7]))
+    assert "takes its place" in second.broken
+    engine.begin("a")
+    assert engine.step({"a": [8]}) == [[7]]
+    assert third.broken is None

@@ -102,18 +102,6 @@ def test_who_is_gone_is_not_told_of_and_its_logits_are_not_kept():
     assert rows.asked == []
 
 
-def test_steps_that_nobody_asks_after_keep_nothing():
-    engine, rows = teaching_engine()
-    opened(engine, "a")
-    for number in range(5):
-        begun = engine.begin(num_requests=1)
-        engine.round.choose(begun, ["a"], number, None)
-    assert len(engine.round._recorder._logits) <= 2
-    engine.round.commit(begun, {"a": [8]})
-    engine.round.take_drafts(begun, ["a"])
-    assert rows.asked == [(4, [0])]
-
-
 def test_lessons_that_fail_end_and_nothing_else_does(caplog):
     def fails(logits, rows):
         raise RuntimeError("out of memory")
@@ -142,9 +130,3 @@ def test_a_row_that_is_no_distribution_is_told_as_none(value):
     ids, log_p = target_top_k(logits.bfloat16(), [0])
     assert (log_p == LEAST_LOG_P).all()
     TrainingSample(1, 5, ids, log_p)
-
-
-def test_a_vocabulary_may_be_smaller_than_what_is_told():
-    ids, log_p = target_top_k(torch.zeros(1, 5), [0])
-    assert sorted(ids[0].tolist()) == [0, 1, 2, 3, 4]
-    np.testing.assert_allclose(np.exp(log_p.astype(np.float32)), 0.2, rtol=1e-3)

@@ -59,15 +59,6 @@ def test_requests_without_a_seed_get_one_each():
     assert all(0 <= random_seed() < 2**63 for _ in range(100))
 
 
-def test_a_random_seed_uses_every_bit_it_has():
-    """Of 24 bits, five thousand requests would share one with even odds."""
-    some, all_of_them = 0, 2**63 - 1
-    for _ in range(200):  # a bit that stays as it is, by chance: once in 2**199
-        seed = random_seed()
-        some, all_of_them = some | seed, all_of_them & seed
-    assert (some, all_of_them) == (2**63 - 1, 0)
-
-
 @pytest.mark.parametrize(("seed", "kept"), [(5, 5), (-5, -5), (2**63 - 1, 2**63 - 1), (2**63, -(2**63))])
 def test_seeds_stay_within_64_bits(seed, kept):
     assert sampling_of(params(seed=seed), "rejection").seed == kept
@@ -79,11 +70,6 @@ def test_the_drafter_is_told_the_request_s_own_constraints_and_seed():
     assert (drafting.mode, drafting.temperature, drafting.top_p, drafting.min_p) == (Mode.REJECTION, 0.7, 0.9, 0.1)
     assert (drafting.top_k, drafting.seed, drafting.top_n) == (0, 4, 16)
     assert (drafting.biases, drafting.only_biased) == ((), False)
-
-
-def test_only_modes_that_need_q_ask_for_it():
-    given = params(seed=4)
-    assert as_drafted(sampling_of(given, "rejection"), given, 16, 2000).top_n == 0
 
 
 def drafting(**changes):
@@ -134,11 +120,6 @@ def test_a_request_has_fewer_drafts_than_the_deployment_or_as_many(wanted, most)
     assert made(extra_args=None if wanted is None else asked(num_speculative_tokens=wanted)).max_drafts == most
 
 
-def test_a_request_s_drafts_are_drawn_with_its_own_sampling():
-    request = made(temperature=0.7)
-    assert (request.sampling.mode, request.sampling.temperature, request.sampling.top_n) == (Mode.REJECTION, 0.7, 2)
-
-
 def test_a_request_that_forbids_its_own_verification_is_refused():
     with pytest.raises(ValueError, match="not exact under a grammar"):
         made(structured_outputs=object(), extra_args=asked(verification="rejection"))
@@ -179,11 +160,6 @@ def test_the_drafter_hears_of_adapters_that_it_has_itself():
         return Request.of("a", params(), [1, 2], 2, deployment, adapter).sampling.adapter
 
     assert [told(adapter) for adapter in ("one", "two", "three", "")] == [1, 2, 0, 0]
-
-
-def test_a_draft_model_s_cached_prompts_are_shared_by_all_adapters():
-    """It drafts without any."""
-    assert tenant("one", remembers_answers=False, tenant=7) == 7
 
 
 @pytest.mark.parametrize("ours", [{}, {"tenant": 7}, {"learn": True}, {"learn": False}, {"learn": False, "tenant": 7}])

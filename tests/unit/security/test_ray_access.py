@@ -19,15 +19,6 @@ def test_the_dashboard_of_a_cluster_of_its_own_is_asked_for_on_this_machine_alon
     assert options["address"] == "local", "no cluster that happens to run here is taken for it"
 
 
-@pytest.mark.parametrize("mode", [None, "disabled", "DISABLED"])
-@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
-def test_a_cluster_without_a_token_is_told_loudly(mode: str | None, address: str | None) -> None:
-    environment = {} if mode is None else {"RAY_AUTH_MODE": mode}
-    (warning,) = ray_access.secured({**environment, "RAY_AUTH_TOKEN": "t"}, address)
-    for word in ("WITHOUT A TOKEN", "runs code", "RAY_AUTH_MODE", address or "every interface", "docs/operations.md"):
-        assert word in warning
-
-
 def test_the_token_s_file_is_for_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray writes it with the modes of any file."""
     file = tmp_path / ".ray" / "auth_token"

@@ -121,10 +121,3 @@ def test_the_limits_hold_and_the_reason_is_told_all_the_same() -> None:
     scaled = controller(3, max=3)
     assert set(scaled.seconds(60, *[waiting(60)] * 3)) == {3}
     assert scaled.reason == "queue"
-
-
-def test_an_error_leaves_the_number_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    scaled = controller(2)
-    scaled.policy._policy = None
-    assert set(scaled.seconds(5, BUSY, BUSY)) == {2}
-    assert caplog.text.count("autoscaling of Target failed") == 1

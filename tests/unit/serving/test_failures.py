@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
-from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
-from ray.serve.exceptions import BackPressureError, gRPCStatusError
+from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
+from ray.serve.exceptions import BackPressureError
 
 from outrider.actors.replica_calls import ReplicaLost, RequestError, RequestIdInUse, SamplingFailed
 from outrider.actors.serving.failures import (
     Refused,
     errors_become_status,
     failure_of,
-    silence_refusal_logs,
 )
 
 SECRET = "my secret prompt"
@@ -68,35 +65,3 @@ def test_the_status_is_set_and_serve_gets_an_exception_without_the_clients_words
     assert told == {"code": grpc.StatusCode.INVALID_ARGUMENT, "text": str(FIELD)}
     assert str(raised.value) == "INVALID_ARGUMENT"
     assert raised.value.__suppress_context__
-
-
-@pytest.fixture
-def serves_log() -> Iterator[logging.Logger]:
-    log = logging.getLogger("ray.serve")
-    before = list(log.filters)
-    silence_refusal_logs()
-    yield log
-    log.filters[:] = before
-
-
-@pytest.mark.parametrize(
-    ("error", "is_logged"),
-    [
-        (FIELD, False),
-        (gRPCStatusError(FIELD, grpc.StatusCode.INVALID_ARGUMENT, "sampling.n"), False),
-        (TimeoutError(), False),
-        (RuntimeError("a fault of ours"), True),
-        (GetTimeoutError("another"), True),
-    ],
-)
-def test_serve_logs_no_traceback_of_what_a_client_is_at_fault_for(
-    serves_log: logging.Logger, caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool
-) -> None:
-    serves_log.addHandler(caplog.handler)
-    try:
-        raise error
-    except Exception:  # noqa: BLE001 - as Serve does
-        serves_log.exception("Request failed.")
-    finally:
-        serves_log.removeHandler(caplog.handler)
-    assert bool(caplog.records) == is_logged

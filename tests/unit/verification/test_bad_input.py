@@ -149,23 +149,6 @@ def test_sampling_parameters_out_of_range_are_named(field, value):
         sampling.checked(2)
 
 
-def test_sampling_parameters_of_too_few_requests():
-    sampling = Sampling.uniform(Mode.GREEDY, torch.arange(1), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="mode has 1 values for 2 requests"):
-        VerificationBatch.build(torch.zeros(2, V), torch.zeros(2), torch.zeros(0, dtype=torch.int64), sampling)
-
-
-def test_shapes_that_do_not_fit():
-    sampling = Sampling.uniform(Mode.GREEDY, torch.arange(2), torch.tensor([0, 1]))
-    ids = torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="4 rows of logits and 3 drafts"):
-        VerificationBatch.build(torch.zeros(4, V), torch.tensor([1, 2]), ids, sampling)
-    with pytest.raises(ValueError, match="float32"):
-        VerificationBatch.build(torch.zeros(5, V, dtype=torch.bfloat16), torch.tensor([1, 2]), ids, sampling)
-    with pytest.raises(ValueError, match="same shape"):
-        VerificationBatch.build(torch.zeros(5, V), torch.tensor([1, 2]), ids, sampling, q_ids=torch.zeros(3, 4))
-
-
 def test_modes_mix_and_requests_do_not_touch_each_other():
     generator = torch.Generator().manual_seed(3)
     modes = torch.tensor([1, 0, 3, 2, 2, 3, 1, 0])

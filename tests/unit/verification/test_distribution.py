@@ -21,7 +21,7 @@ from outrider.actors.verification.torch_kernel import verify
 from outrider.cluster.modes import Mode
 from tests.unit.verification.toy_target import FULL_LENGTH, START, Rounds, Toy, V, any_length, p_value, ragged
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
 
 SAMPLES = 200_000
 FALSE_ALARM = 1e-6

@@ -1,19 +1,15 @@
 import math
-from dataclasses import fields, replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.actors.verification import torch_draws, torch_kernel
+from outrider.actors.verification import torch_kernel
 from outrider.actors.verification.batch import Sampling, VerificationBatch
-from outrider.actors.verification.dispatch import kernel_for
 from outrider.actors.verification.draft_sampler import sample_drafts
 from outrider.actors.verification.noise import gumbel
 from outrider.actors.verification.search import TokenSubset, search_maxima, top_n
 from outrider.actors.verification.torch_draws import greedy_in_numpy, greedy_in_torch
 from outrider.cluster.modes import Mode
-from tests.support.devices.counting_device import DEVICE, CountingDevice
 from tests.unit.verification.toy_target import plain_constraints
 from tests.unit.verification.whole_rows import constrain_logits
 
@@ -61,16 +57,6 @@ def test_greedy_and_coupled_drafts_are_the_choices_that_the_target_would_make():
         drawn = sample_drafts(logits, mode, plain_constraints(rows, 0.8), seed, position, position - 3)
         assert drawn.q_ids is None
         assert torch.equal(drawn.ids, chosen.to(torch.int64))
-
-
-def test_no_rows():
-    none = torch.zeros(0, dtype=torch.int64)
-    for mode in Mode:
-        assert sample_drafts(torch.zeros(0, 9), mode, plain_constraints(0), none, none, none).ids.shape == (0,)
-
-
-def test_the_cpu_gets_torch():
-    assert kernel_for("cpu") is torch_kernel.verify
 
 
 def random_subset(seed, vocab_size, size, rows):
@@ -147,13 +133,6 @@ def test_coupled_drafts_from_a_subset_are_the_targets_own_tokens_where_it_choose
     assert torch.equal(drawn.ids, chosen.to(torch.int64))
 
 
-def test_columns_of_a_subset():
-    subset = TokenSubset(torch.tensor([40, 3, 17, 2, 900]))
-    assert subset.columns_of(torch.tensor([900, 2, 3, 4, 18, 0, 901, 16, 5000, 40])).tolist() == [
-        *[4, 3, 1, 5, 5, 5, 5, 5, 5, 0]
-    ]
-
-
 @pytest.mark.parametrize("n", [1, 3, 11, 64])
 def test_the_likeliest_by_tiles_are_those_of_topk(n):
     _, logits = random_subset(n, 4096, 4096, 5)
@@ -164,50 +143,3 @@ def test_the_likeliest_by_tiles_are_those_of_topk(n):
     assert torch.equal(values, logits.topk(n).values)
     assert torch.equal(logits.gather(1, ids), values)
     assert all(len(set(row)) == n for row in ids.tolist())
-
-
-class Launches(TorchDispatchMode):
-    """Notes what torch computes, each of it a launch or more on a GPU: neither views nor memory without values."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.device, self.names, self._inside = device, [], False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        view = any(part.alias_info is not None and not part.alias_info.is_write for part in func._schema.returns)
-        if not view and not self._inside and not func.__name__.startswith("empty"):
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-    def kernel(self, function, *arguments):
-        """A launch of a kernel that computes the same."""
-        self.names.append(function.__name__)
-        self._inside = True
-        try:
-            return self.device.kernel(function, *arguments)
-        finally:
-            self._inside = False
-
-
-@pytest.mark.parametrize("alternatives", [0, 2])
-@pytest.mark.parametrize("cut", [False, True], ids=["whole head", "cut head"])
-@pytest.mark.parametrize("mode", [Mode.REJECTION, Mode.BLOCK])
-def test_a_draw_from_q_is_topk_and_one_launch_on_a_gpu(monkeypatch, mode, cut, alternatives):
-    triton_draws = pytest.importorskip("outrider.actors.verification.triton_draws", exc_type=ImportError)
-    in_torch = torch_draws.draft_choice
-    ids, logits = random_subset(1, 3000, 900, 4)
-    noise, constraints = (torch.arange(4) - 2, torch.arange(4) + 7, torch.arange(4) + 5), plain_constraints(4, 0.8)
-    expected = sample_drafts(logits, mode, constraints, *noise, 16, TokenSubset(ids) if cut else None, alternatives)
-    with CountingDevice() as device:
-        there = replace(constraints, temperature=constraints.temperature.to(DEVICE))
-        logits, noise = logits.to(DEVICE), [part.to(DEVICE) for part in noise]
-        subset = TokenSubset(ids.to(DEVICE)) if cut else None
-        with Launches(device) as launches:
-            monkeypatch.setattr(triton_draws, "draft_choice", lambda *given: launches.kernel(in_torch, *given))
-            found = sample_drafts(logits, mode, there, *noise, 16, subset, alternatives)
-        assert launches.names == ["topk.default", *["index.Tensor"][:cut], "draft_choice"]
-        assert device.reads == []
-        for field in fields(expected):
-            here, its = getattr(expected, field.name), getattr(found, field.name)
-            assert (here is None) == (its is None)
-            assert here is None or here.tolist() == its.tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,12 +131,6 @@ def test_a_parser_that_misses_its_tokens_is_not_chosen(checkpoint, caplog):
     with caplog.at_level(logging.WARNING, "ray.serve.outrider.openai"):
         assert parsers(configuration(checkpoint, TOOLS + "{% endif %}" + LLAMA)) == Parsers()
     assert "llama3_json fits the model's family, but not its tokenizer" in caplog.text
-
-
-def test_nothing_is_read_where_both_are_said(checkpoint):
-    config = configuration(checkpoint, tool_call_parser="hermes", reasoning_parser=None)
-    nothing: Any = SimpleNamespace()
-    assert answer_parsers(config, nothing) == Parsers("hermes", None)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,6 @@ def test_every_layout_is_copied_as_vllm_does():
     interpreted.run("tests.unit.vllm_adapter.copies_comparison")
 
 
-def test_layers_that_share_memory_are_one_region():
-    shared = torch.zeros(4, 3, 2, 8)
-    assert len(block_copies.block_regions([shared[:, 0], shared[:, 1]], 4)) == 1
-    assert len(block_copies.block_regions([shared, shared], 4)) == 1
-    assert len(block_copies.block_regions(list(torch.zeros(3, 4, 16)), 4)) == 3
-
-
 @pytest.mark.parametrize(
     "caches",
     [

@@ -10,12 +10,15 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.request import Request
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
 from outrider.actors.round.round import Round
+from outrider.actors.vllm_adapter.target_sampler import _MinTokens
 from outrider.cluster.link.messages import Commit, Message, Proposals
 from tests.unit.round.scripted_link import FakeLink
 from tests.unit.vllm_adapter.book import EOS, ahead_config, make_scheduler, serve
 from tests.unit.vllm_adapter.device_rank import (
+    CPU,
     Drafter,
     Group,
     Linked,
@@ -26,6 +29,8 @@ from tests.unit.vllm_adapter.device_rank import (
     make_ranks,
     model,
 )
+
+pytestmark = pytest.mark.timeout(300)  # hundreds of steps on a device that is simulated
 
 TARGET = model(1)
 DRAFT = model(2, likes=TARGET, noise=0.15)
@@ -91,7 +96,9 @@ class Troubled(Linked):
 
 
 def ask(number: int, prompt: list[int], max_tokens: int, temperature: float, **changes: Any) -> Request:
+    bad_words = changes.pop("bad_words", None)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=[EOS], **changes)
+    params._bad_words_token_ids = bad_words
     params.update_from_generation_config({}, EOS)
     return Request(f"r{number}", prompt, params, None)
 
@@ -100,11 +107,21 @@ def by(verification: str) -> dict[str, Any]:
     return {"extra_args": {"outrider": {"verification": verification}}}
 
 
+CHANGES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.2, "logit_bias": {20: 2.0}},
+    {"presence_penalty": 0.9, "frequency_penalty": 0.4},
+    {"allowed_token_ids": list(range(EOS, 60)), "logprobs": 2},
+    {"min_tokens": 1, "min_p": 0.02},
+    {"bad_words": [[n] for n in range(20, 40)] + [[50, 51], [60, 61, 62]]},
+]
+"""What changes logits, or asks for more than tokens."""
+
+
 def mixed(chance: random.Random, count: int) -> list[Request]:
-    """Of every mode, in any order; those of an odd number with what changes logits."""
+    """Makes requests of every mode, in any order, every second one with CHANGES."""
     asked = []
     for number in range(count):
-        changes: dict[str, Any] = {"repetition_penalty": 1.2, "logit_bias": {20: 2.0}} if number % 2 else {}
+        changes = dict(CHANGES[number // 2 % len(CHANGES)]) if number % 2 else {}
         temperature, kind = 0.8, chance.choice(["greedy", "coupled", "coupled", "rejection", "block"])
         if kind == "greedy":
             temperature = 0.0
@@ -143,6 +160,40 @@ def test_whatever_becomes_of_the_drafter_the_tokens_are_those_of_plain_decoding(
     assert status["late_rounds"] > 0
     assert status["dropped_proposals"] > 0
     assert any(request.num_preemptions for request in requests) == (blocks == 40)
+
+
+def test_an_abort_disturbs_nobody(vllm_config):
+    with grouped(Group(1)):
+        plain = serve(
+            make_scheduler(vllm_config, 200), make_ranks(1, TARGET, None), mixed(random.Random(5), 12), random.Random(5)
+        )
+    requests = mixed(random.Random(5), 12)
+    with counting() as device, grouped(Group(1)):
+        ranks = make_ranks(1, TARGET, device, Linked(DRAFT))
+        found = serve(make_scheduler(vllm_config, 60), ranks, requests, random.Random(5), aborts=3)
+    same = [request.sampling_params.extra_args is None for request in requests]
+    whole = 0
+    for request, is_same in zip(requests, same, strict=True):
+        tokens = found[request.request_id]
+        if is_same:
+            assert tokens == plain[request.request_id][: len(tokens)]
+            whole += tokens == plain[request.request_id]
+    assert whole >= sum(same) - 3
+
+
+def test_fewest_tokens_under_a_grammar_are_vllm_s():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        logits = torch.randn(6, 12, generator=generator)
+        logits[torch.rand(6, 12, generator=generator) < 0.8] = -torch.inf
+        logits[torch.rand(6, 12, generator=generator) < 0.05] = torch.nan
+        stops = torch.tensor([0, 0, 0, 2, 2, 5, 3]), torch.tensor([1, 2, 3, 1, 4, 0, 7])
+        rows = tuple(part[:6] for part in stops)
+        masked = []
+        for kind in (MinTokensLogitsProcessor, _MinTokens):
+            masked.append(logits.clone())
+            kind(None, CPU, False)._mask_stop_token_logits(masked[-1], stops, rows)
+        torch.testing.assert_close(*masked, rtol=0, atol=0, equal_nan=True)
 
 
 def exact(prompt: list[int], length: int, temperature: float, top_k: int) -> dict[tuple[int, ...], float]:

@@ -10,7 +10,7 @@ import torch
 
 from outrider.actors.drafter.engine import StepPlan, StepRow
 from outrider.actors.vllm_adapter.draft_engine import DraftEngine
-from outrider.actors.vllm_adapter.draft_worker import CutHead, DraftWorker
+from outrider.actors.vllm_adapter.draft_worker import DraftWorker
 from outrider.actors.vllm_adapter.engine_args import drafter_vllm_config
 from outrider.cluster.config import ConfigError, DraftModelConfig
 from tests.unit.drafter.draw_cases import SAMPLINGS, VOCAB, check_against_hand, draw_of, random_logits
@@ -47,15 +47,6 @@ def test_one_whose_positions_have_several_dimensions_is_refused_before_it_loads(
     vllm_config = drafter_vllm_config(config, None, None)
     with pytest.raises(ConfigError, match=r"drafter\.model: .*\(M-RoPE\); use a text-only draft model"):
         DraftEngine(vllm_config, in_process=True)
-
-
-def test_the_head_of_a_multimodal_model_is_its_language_models():
-    weight = torch.arange(12.0).reshape(6, 2)
-    language = SimpleNamespace(
-        lm_head=SimpleNamespace(weight=weight), logits_processor=SimpleNamespace(soft_cap=None, scale=1.0)
-    )
-    head = CutHead(SimpleNamespace(get_language_model=lambda: language), [4, 1])
-    assert head.logits(torch.tensor([[1.0, 0.0]])).tolist() == [[8.0, 2.0]]
 
 
 def drawn_by_a_worker(sampling, num_drawable, num_tokens=VOCAB):

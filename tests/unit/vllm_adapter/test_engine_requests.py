@@ -12,20 +12,18 @@ from vllm.config import StructuredOutputsConfig
 from vllm.exceptions import VLLMClientError
 from vllm.logprobs import Logprob
 from vllm.outputs import RequestOutput
-from vllm.v1.metrics.stats import RequestStateStats
 
 from outrider.actors.replica_calls import (
     Deadline,
     GenerationRequest,
     RequestError,
-    RequestTiming,
     RoundOutput,
     SamplingFailed,
     TokenLogprob,
     TokenLogprobs,
 )
 from outrider.actors.request_ids import scoped_id, unscoped
-from outrider.actors.round.origins import RoundLog, SpeculationTotals
+from outrider.actors.round.origins import RoundLog
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_adapter.engine_requests import is_of_request, refusal, sampling_params
 from outrider.actors.vllm_adapter.engine_requests import round_outputs as outputs_of_rounds
@@ -133,13 +131,6 @@ def test_what_the_drafter_could_not_be_told_is_named(field: str, sampling: dict[
     assert caught.value.field == field
 
 
-def test_bad_words_that_have_no_tokens_are_named() -> None:
-    asked = request(sampling={"bad_words": [" "]})
-    with pytest.raises(VLLMClientError) as caught:
-        sampling_params(asked, 2, 10).update_from_tokenizer(SimpleNamespace(encode=lambda **_: [], max_token_id=99))
-    assert refusal(caught.value, asked).field == "sampling.bad_words"
-
-
 def test_answers_are_told_apart_and_counted_each() -> None:
     asked, counts = request(sampling={"n": 2}), {}
     first = round_outputs(output(delta(3, 4, index=1), delta(5, index=0)), asked, counts)
@@ -154,26 +145,6 @@ def test_answers_are_told_apart_and_counted_each() -> None:
     assert last.usage is not None
     assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (2, 3, 0)
     assert counts == {0: 1, 1: 3}
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ((100.0, 100.5, 101.5, 104.0), (0.5, 1.0, 2.5)),
-        ((100.0, 100.5, 0.0, 0.0), (0.5, 0.0, 0.0)),
-        ((100.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
-    ],
-)
-def test_the_last_output_tells_where_the_time_went(
-    steps: tuple[float, ...], expected: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.actors.vllm_adapter.engine_requests.time.time", lambda: 1010.0)
-    stats = RequestStateStats(3, 0, 1005.0, *steps)
-    running, ended = output(delta(3), metrics=stats), output(delta(4, finish_reason="stop"), metrics=stats)
-    counts: dict[int, int] = {}
-    assert round_outputs(running, request(), counts)[0].timing is None
-    assert round_outputs(ended, request(), counts)[0].timing == RequestTiming(*expected, 5.0)
-    assert round_outputs(output(delta(4, finish_reason="stop")), request(), {})[0].timing is None
 
 
 def test_logprobs_are_the_tokens_own_and_the_likeliest() -> None:
@@ -194,12 +165,6 @@ def test_prompt_logprobs_come_once_a_request() -> None:
     assert later.prompt_logprobs == ()
 
 
-def test_a_request_that_is_aborted_before_its_prompt_is_read_has_none() -> None:
-    asked = request(sampling={"prompt_logprobs": 0, "logprobs": 0})
-    (round_,) = round_outputs(output(delta(finish_reason="abort", logprobs=[]), prompt_logprobs=[None]), asked, {})
-    assert (round_.prompt_logprobs, round_.logprobs, round_.finish_reason) == ((), (), "abort")
-
-
 def test_an_engine_error_names_the_request_and_the_reason() -> None:
     with pytest.raises(SamplingFailed) as caught:
         round_outputs(output(delta(finish_reason="error"), finished=True), request(), {0: 1})
@@ -216,22 +181,6 @@ def test_limits_that_leave_no_token_are_the_request_s_own(
 ) -> None:
     with pytest.raises(RequestError, match=rf"sampling\.{next(iter(limit))}.*leaves no token to {where}"):
         round_outputs(output(delta(finish_reason="error"), finished=True), request(sampling=limit), before)
-
-
-def test_tokens_come_with_their_origins_and_the_first_output_with_the_prompts_length() -> None:
-    log = RoundLog(speculating=True)
-    log.watch("r-1")
-    log.note("r-1", 0, 1, SpeculationTotals())
-    log.note("r-1", 0, 3, SpeculationTotals(1, 3, 2))
-    (first,) = outputs_of_rounds(output(delta(3)), request(), counts := {}, log)
-    (second,) = outputs_of_rounds(output(delta(4, 5, 6)), request(), counts, log)
-    assert (first.origins, first.num_rounds) == (("plain",), 1)
-    assert (second.origins, second.num_rounds) == (("accepted", "accepted", "recovered"), 1)
-    assert first.usage is not None
-    assert (first.usage.prompt_tokens, first.usage.cached_tokens, second.usage) == (2, 0, None)
-    (told,) = outputs_of_rounds(output(delta(3)), request(), {}, log, report_cached_tokens=True)
-    assert told.usage is not None
-    assert told.usage.cached_tokens == 1, "which tells what others have asked"
 
 
 @pytest.mark.parametrize(

@@ -82,17 +82,3 @@ def test_prompts_stay_whole_where_chunked_prefill_is_switched_off():
     scheduler.scheduler_config.enable_chunked_prefill = False
     scheduler.running = [SimpleNamespace(is_prefill_chunk=True)]
     assert scheduler.schedule() == (0, False)
-
-
-def test_a_picture_that_runs_whole_fits_into_its_prompt_s_share():
-    def prompt(*lengths):
-        features = [SimpleNamespace(mm_position=SimpleNamespace(length=length)) for length in lengths]
-        return SimpleNamespace(is_prefill_chunk=True, mm_features=features)
-
-    scheduler = Scheduler()
-    scheduler.running = [prompt(), prompt(200)] * 5
-    assert scheduler.schedule()[0] == 75
-    scheduler.scheduler_config.disable_chunked_mm_input = True
-    assert scheduler.schedule()[0] == 200
-    scheduler.waiting = [prompt(100, 300)]
-    assert scheduler.schedule()[0] == 300

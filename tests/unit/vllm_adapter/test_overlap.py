@@ -11,7 +11,6 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from outrider.actors.round.request import Request
 from outrider.actors.verification.batch import Status
 from outrider.actors.vllm_adapter import target_runner
-from outrider.actors.vllm_adapter.overlap import UNREAD, LaterOutput, Overlap
 from outrider.actors.vllm_adapter.target_runner import RoundRunner
 from tests.unit.round.scripted_link import Engine, arrival, params
 from tests.unit.vllm_adapter.device_rank import Group, counting, grouped, make_ranks, model, next_context
@@ -42,43 +41,6 @@ class Output:
 
 def request(*output: int) -> Request:
     return Request("a", params(), None, [*PROMPT, *output], 3)
-
-
-def test_the_last_step_is_read_when_somebody_has_to_know_and_those_before_it_anyway():
-    overlap, one = Overlap(), request()
-    first, second = Output([11]), Output([12])
-    for output in (first, second):
-        one.token_ids.append(UNREAD)
-        overlap.chose(output, [one])
-    overlap.read(all_of_them=False)
-    assert (one.output_token_ids, first.waited, second.waited) == ([11, UNREAD], 1, 0)
-    overlap.read(all_of_them=True)
-    assert one.output_token_ids == [11, 12]
-    overlap.read(all_of_them=True)
-    assert second.waited == 1
-
-
-def test_a_row_of_a_prompt_that_is_not_done_has_no_place():
-    overlap, one = Overlap(), request(UNREAD)
-    overlap.chose(Output([3, 4]), [None, one])
-    overlap.read(all_of_them=True)
-    assert one.output_token_ids == [4]
-
-
-def test_what_a_request_lost_by_a_preemption_is_read_by_nobody():
-    overlap, one, other = Overlap(), request(UNREAD), request(UNREAD)
-    overlap.chose(Output([4, 5]), [one, other])
-    overlap.forget(one)
-    overlap.read(all_of_them=True)
-    assert (one.output_token_ids, other.output_token_ids) == ([UNREAD], [5])
-
-
-def test_who_has_no_token_is_told_of_with_the_output():
-    told: list[Any] = []
-    output = LaterOutput(Output([4]), torch.tensor([8]), lambda read, statuses: told.append((read.req_ids, statuses)))
-    assert told == []
-    assert output.get_output().sampled_token_ids == [[4]]
-    assert told == [(["a"], [8])]
 
 
 class Overlapping(Stock):
@@ -128,34 +90,6 @@ def step(rig: Any, of: Any = None, token: int = 50, status: int = Status.OK) -> 
     for each in new:
         rig.engine.round._enter(each)
     return rig.runner.sample_tokens(None)
-
-
-def test_positions_are_known_before_tokens_are(rig):
-    step(rig, of=params())
-    step(rig, token=51)
-    step(rig, token=52)
-    assert rig.chosen == [[PROMPT], [[*PROMPT, UNREAD]], [[*PROMPT, 50, UNREAD]]], "the last but one is there by then"
-
-
-def test_a_choice_that_depends_on_tokens_waits_for_the_last_one(rig):
-    step(rig, of=params(presence_penalty=1.0))
-    step(rig, token=51)
-    assert rig.chosen[-1] == [[*PROMPT, 50]]
-
-
-@pytest.mark.parametrize("of", [params(), params(presence_penalty=1.0)], ids=["", "its tokens are read at once"])
-def test_a_preempted_request_goes_on_from_the_text_that_the_runner_has(rig, of):
-    last = UNREAD if of.presence_penalty == 0.0 else 61
-    step(rig, of=of)
-    step(rig, token=51)
-    known = rig.runner.requests["a"]
-    known.output_token_ids, known.num_tokens = [50], 4
-    step(rig, token=61)
-    assert rig.chosen[-1] == [[*PROMPT, 50]]
-    step(rig, token=62)
-    assert rig.chosen[-1] == [[*PROMPT, 50, last]], "not what it had lost"
-    step(rig)
-    assert rig.chosen[-1] == [[*PROMPT, 50, 61, UNREAD if last == UNREAD else 62]]
 
 
 @pytest.mark.parametrize("discarded", [False, True], ids=["", "part of a prompt"])

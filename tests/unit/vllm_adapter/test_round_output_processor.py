@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
@@ -64,20 +64,6 @@ def read(queue: RequestOutputCollector, log: RoundLog, counts: dict[int, int] | 
     return round_outputs(output, GenerationRequest("r", prompt_text="A"), {} if counts is None else counts, log)
 
 
-def test_rounds_are_told_one_by_one_as_they_come(processor: OutputProcessor, log: RoundLog) -> None:
-    queue, rounds = add(processor, engine_request()), Rounds()
-    told = []
-    for output in (rounds("a"), rounds("bcd", drafted=4), rounds("ef", drafted=1)):
-        processor.process_outputs([output])
-        told.append(read(queue, log)[0])
-    assert [round_.origins for round_ in told] == [
-        ("plain",),
-        ("accepted", "accepted", "recovered"),
-        ("accepted", "bonus"),
-    ]
-    assert [round_.num_rounds for round_ in told] == [1, 1, 1]
-
-
 def test_rounds_that_vllm_merges_keep_their_origins(processor: OutputProcessor, log: RoundLog) -> None:
     queue, rounds = add(processor, engine_request()), Rounds()
     for output in (rounds("a"), rounds("bcd", drafted=4), rounds("ef", drafted=1)):
@@ -130,12 +116,3 @@ def test_a_request_that_is_aborted_has_its_counts_so_far(processor: OutputProces
     assert (told.finish_reason, told.origins) == ("abort", ("accepted", "accepted", "bonus"))
     assert told.speculative_decoding is not None
     assert told.speculative_decoding.num_accepted_draft_tokens == 2
-
-
-def test_an_end_without_tokens_tells_none(processor: OutputProcessor, log: RoundLog) -> None:
-    queue, rounds = add(processor, engine_request()), Rounds()
-    processor.process_outputs([rounds("a")])
-    read(queue, log)
-    processor.process_outputs([rounds("", finish_reason=FinishReason.LENGTH)])
-    (told,) = read(queue, log, {0: 1})
-    assert (told.token_ids, told.origins, told.num_rounds) == ((), (), 0)

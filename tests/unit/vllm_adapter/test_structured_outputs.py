@@ -69,14 +69,6 @@ def test_a_batch_of_both_is_masked_by_each_ones_own_backend(vllm_config: Any, ma
         assert manager.accept_tokens(requests[name], [*right.encode(), EOS])
 
 
-def test_a_third_backend_is_refused(vllm_config: Any, manager: Any) -> None:
-    """vLLM's core ends that request alone with what grammar_init raises."""
-    request = asked(vllm_config, "r", {"regex": "a"})
-    request.structured_output_request.params._backend = "outlines"
-    with pytest.raises(KeyError):
-        manager.grammar_init(request)
-
-
 def test_a_schema_that_vllm_gives_to_xgrammar_is_compiled_by_guidance(vllm_config: Any, manager: Any) -> None:
     """xgrammar drops ``required`` here."""
     request = asked(vllm_config, "r", {"json": {"type": "object", "required": ["name"]}})

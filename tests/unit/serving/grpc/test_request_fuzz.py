@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.renderers import renderer_from_config
 
 from outrider.actors.replica_calls import RequestError
-from outrider.actors.serving.grpc.requests import ServedModel, to_generation_request, to_tokenize_request
+from outrider.actors.serving.grpc.requests import ServedModel, to_generation_request
 from outrider.actors.vllm_adapter.engine_requests import refusal, sampling_params
 from outrider.actors.vllm_adapter.prompts import PromptTokenizer
 from outrider.v1 import generation_pb2 as pb
@@ -83,28 +83,3 @@ def test_generation_requests_are_taken_or_refused_by_name(tokens: PromptTokenize
     assert taken > 20, "nearly everything was refused at the first look"
     assert len(refused) > 10
     assert [said for said in refused.values() if "\n" in said or len(said) >= 1000] == []
-
-
-@pytest.mark.parametrize("kind", [pb.TokenizeRequest, pb.DetokenizeRequest])
-def test_tokenization_requests_are_taken_or_refused_by_name(tokens: PromptTokenizer, kind: Any) -> None:
-    taken = 0
-
-    async def check(message: Any) -> None:
-        if kind is pb.TokenizeRequest:
-            await tokens.tokenize(to_tokenize_request(message))
-        else:
-            await tokens.detokenize(message.token_ids, message.skip_special_tokens)
-
-    @settings(FUZZ, max_examples=200)
-    @given(requests(kind))
-    def send(message: Any) -> None:
-        nonlocal taken
-        try:
-            loop.run(check(message))
-        except RequestError:
-            return
-        taken += 1
-
-    with asyncio.Runner() as loop:
-        send()
-    assert taken > 20

@@ -9,7 +9,6 @@ import pytest
 from outrider.actors.replica_calls import ChatMessage, ChatPrompt, Deadline, GenerationRequest, RequestError
 from outrider.actors.serving.grpc.requests import (
     ServedModel,
-    check_model,
     request_id_of,
     to_generation_request,
     to_tokenize_request,
@@ -68,20 +67,6 @@ def test_every_other_field_arrives(kind: Any) -> None:
         "r", prompt_token_ids=(0, 9), speculation=False, num_speculative_tokens=4, verification="block",
         deadline=Deadline(1002.5), cache_salt="s", adapter="tuned",
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("sent", "expected"),
-    [
-        ({"json": "{}"}, {"json": "{}"}),
-        ({"json_object": False}, {"json_object": False}),
-        ({"choice": pb.Choices(values=["a"])}, {"choice": ["a"]}),
-        ({}, {}),
-    ],
-)
-def test_a_constraint_is_passed_on_for_vllm_to_check(sent: dict[str, Any], expected: dict[str, Any]) -> None:
-    message = sampled(structured_outputs=pb.StructuredOutputs(**sent))
-    assert translated(message).sampling == {"structured_outputs": expected}
 
 
 def test_a_conversation_arrives_with_whole_numbers_and_the_default_that_goes_with_it() -> None:
@@ -163,10 +148,3 @@ def test_an_id_that_cannot_travel_in_metadata_is_refused_without_being_repeated(
             request_id_of(message)
     assert request_id_of(asked(request_id="x" * 128)) == "x" * 128
     assert request_id_of(asked()) != request_id_of(asked()), "chosen by the server"
-
-
-def test_another_model_is_refused_wherever_one_is_named() -> None:
-    for kind in (pb.TokenizeRequest, pb.DetokenizeRequest):
-        check_model(kind(), SERVED)
-        with pytest.raises(RequestError, match="send 'pair'"):
-            check_model(kind(model="other"), SERVED)

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from outrider.actors.serving.http.app import ASSETS_PATH, add_page_routes
+from outrider.actors.serving.http.app import add_page_routes
 from tests.unit.serving.http.page_files import FILES
 
 
@@ -42,31 +42,6 @@ def test_the_page_allows_nothing_from_elsewhere(client: TestClient) -> None:
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'self'" in response.headers["content-security-policy"]
     assert response.headers["x-content-type-options"] == "nosniff"
-
-
-def test_every_file_is_served_and_revalidated(client: TestClient) -> None:
-    for name, content in FILES.items():
-        path = "/" if name == "index.html" else f"{ASSETS_PATH}/{name}"
-        first = client.get(path)
-        assert first.status_code == 200, path
-        assert first.content == content
-        assert first.headers["cache-control"] == "no-cache"
-        again = client.get(path, headers={"if-none-match": f'"other", W/{first.headers["etag"]}'})
-        assert (again.status_code, again.content) == (304, b"")
-        assert client.get(path, headers={"if-none-match": '"other"'}).status_code == 200
-
-
-def test_what_the_page_asks_for_is_there_and_here(client: TestClient, page: Page) -> None:
-    urls = [attrs[name] for _, attrs in page.elements for name in ("href", "src") if name in attrs]
-    assert len(urls) == 3
-    for content in FILES.values():
-        urls += [f"outrider/page/{name}" for name in re.findall(r'from "\./([\w.]+)"', content.decode())]
-    for url in urls:
-        assert url is not None
-        assert client.get(f"/{url}").status_code == 200, url
-    for name, content in FILES.items():
-        text = content.decode().replace("http://www.w3.org/2000/svg", "")
-        assert "//" not in re.sub(r"(^|\s)//.*", "", text), f"{name} has an address of its own"
 
 
 def test_no_inline_script_or_style(page: Page) -> None:

@@ -135,30 +135,6 @@ async def test_a_caller_that_gives_up_takes_no_place_and_is_not_counted():
     assert routed.requests("a") == [0]
 
 
-async def test_a_caller_that_leaves_while_serve_asks_the_replica_gives_its_place_back():
-    routed = Routed(names=())
-    routed.router.update_replicas([replica("a", hangs=True)])
-    routed.come("g0")
-    await routed.settle()
-    assert (routed.requests("a"), routed.homes) == ([1], {})
-    routed.tasks["g0"].cancel()
-    await routed.settle()
-    assert routed.requests("a") == [0]
-
-
-async def test_a_caller_that_leaves_just_as_it_is_served_gives_its_place_back(monkeypatch):
-    monkeypatch.setattr(request_router, "SENT_WITHIN_S", 0.02)
-    routed = Routed(max_ongoing_requests=1, names=("a",))
-    request = generation("g0")
-    leaving = asyncio.create_task(routed.router._choose_replica_for_request(request))
-    while not request.future.done():  # noqa: ASYNC110 - an event would be one step late
-        await asyncio.sleep(0)
-    leaving.cancel()
-    await asyncio.wait([leaving])
-    assert leaving.cancelled()
-    assert await routed.choose(generation("g1")) == "a"
-
-
 async def test_a_request_that_was_sent_keeps_its_place(monkeypatch):
     monkeypatch.setattr(request_router, "SENT_WITHIN_S", 0.001)
     routed = Routed(names=("a",))
