@@ -41,6 +41,9 @@ MIN_DRAFT_STEP_TOKENS = 64
 REMOTE_METHODS = ("draft_model", "ngram", "suffix")
 """Methods of a drafter actor. They need tokens only."""
 
+MLP_SPECULATOR = "mlp_speculator"
+"""The method that runs beside the verifier. It needs the target's last hidden state."""
+
 
 class LoraModule(Section):
     """A LoRA adapter. Keys are those of vLLM's ``--lora-modules``."""
@@ -394,7 +397,36 @@ class SuffixConfig(LookupConfig):
         return True
 
 
-class CoLocatedConfig(Section):
+class OnTargetConfig(Section):
+    """A drafter that runs on the target's ranks, without an actor, GPUs or cores of its own."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks of its own: none."""
+        return 0
+
+    @property
+    def cores(self) -> None:
+        """It runs on the target's."""
+        return
+
+
+class MLPSpeculatorConfig(OnTargetConfig):
+    """Heads that predict the next tokens from the target's last hidden state, such as IBM's accelerators. They run on
+    the target's rank that chooses tokens, in Outrider's rounds: no drafter actor, no link."""
+
+    method: Literal["mlp_speculator"]
+    """``mlp_speculator``. vLLM's short form ``mlp`` is the same in ``speculative_config``."""
+
+    model: str = Field(min_length=1)
+    """Checkpoint of the heads (``MLPSpeculatorPreTrainedModel``, safetensors), directory or hub id. Made for this
+    target: its ``emb_dim`` is the target's hidden size, and ``num_speculative_tokens`` is at most its ``n_predict``."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+
+
+class CoLocatedConfig(OnTargetConfig):
     """Drafting inside the target's engine, on its ranks and in its KV cache. The section is vLLM's
     ``speculative_config``: keys reach vLLM unchanged, and vLLM checks them."""
 
@@ -408,16 +440,6 @@ class CoLocatedConfig(Section):
 
     model: str | None = Field(None, min_length=1)
     """Checkpoint of the draft model or heads, directory or hub id, if the method has one."""
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Ranks of its own: none."""
-        return 0
-
-    @property
-    def cores(self) -> None:
-        """It runs on the target's."""
-        return
 
     @model_validator(mode="after")
     def _keeps_the_distribution(self) -> CoLocatedConfig:
@@ -445,13 +467,14 @@ def _tag(value: Any) -> str | None:
     if read("placement") == "co_located":
         return "co_located"
     method = read("method")
-    return method if method in REMOTE_METHODS else None
+    return method if method in (*REMOTE_METHODS, MLP_SPECULATOR) else None
 
 
 DrafterConfig = Annotated[
     Annotated[DraftModelConfig, Tag("draft_model")]
     | Annotated[NgramConfig, Tag("ngram")]
     | Annotated[SuffixConfig, Tag("suffix")]
+    | Annotated[MLPSpeculatorConfig, Tag("mlp_speculator")]
     | Annotated[CoLocatedConfig, Tag("co_located")],
     Discriminator(_tag),
 ]
@@ -460,6 +483,10 @@ DrafterConfig = Annotated[
 def _refusal_of(section: Mapping[str, Any]) -> str | None:
     """What is wrong with a drafter's ``placement`` or ``method``, as ``field: problem; fix``."""
     placement, method = section.get("placement", "with_target"), section.get("method")
+    if method == MLP_SPECULATOR:
+        if "placement" in section:
+            return f"placement: a drafter of method {method} runs on the target's verifier rank alone; leave it out"
+        return None
     if placement not in ("with_target", "pool", "co_located"):
         return (
             "placement: must be 'with_target' (a drafter actor beside each target), 'pool' (drafter actors that all "
@@ -467,7 +494,7 @@ def _refusal_of(section: Mapping[str, Any]) -> str | None:
         )
     if method is None:
         return "method: required, but missing"
-    if method in ("custom_class", "mlp_speculator"):  # the second is a name without a drafter: vllm#47825
+    if method == "custom_class":
         return f"method: vLLM has no drafter for it; use another (found {method!r})"
     if placement != "co_located" and method not in REMOTE_METHODS:
         return (
@@ -832,7 +859,7 @@ class OutriderConfig(Section):
             self._check_co_located()
         elif drafter is not None and self.link.backend in DEVICE_BACKENDS:
             needs = f"link.backend: {self.link.backend} needs a device at both ends"
-            if isinstance(drafter, LookupConfig):
+            if isinstance(drafter, LookupConfig | MLPSpeculatorConfig):
                 raise ValueError(f"{needs}, and a drafter of method {drafter.method} has none; use auto")
             if drafter.tensor_parallel_size > 1:
                 raise ValueError(f"{needs}; a drafter whose tensor_parallel_size is above 1 has none; use auto")
@@ -859,7 +886,7 @@ class OutriderConfig(Section):
     @property
     def drafter_model(self) -> str | None:
         """Checkpoint of the draft model or heads. None: the method has none of its own."""
-        return self.drafter.model if isinstance(self.drafter, DraftModelConfig | CoLocatedConfig) else None
+        return self.drafter.model if isinstance(self.drafter, DraftModelConfig | OnTargetConfig) else None
 
     @property
     def served_model_name(self) -> str:
@@ -871,8 +898,13 @@ class OutriderConfig(Section):
 
     @property
     def remote_drafter(self) -> RemoteConfig | None:
-        """The drafter that runs in an actor. None: there is no drafter, or a co-located one."""
-        return None if isinstance(self.drafter, CoLocatedConfig) else self.drafter
+        """The drafter that runs in an actor. None: there is no drafter, or one on the target's ranks."""
+        return None if isinstance(self.drafter, OnTargetConfig) else self.drafter
+
+    @property
+    def drafts_in_rounds(self) -> bool:
+        """Whether drafts come through Outrider's rounds: from a drafter actor, or from beside the verifier."""
+        return self.drafter is not None and self.co_located is None
 
     @property
     def co_located(self) -> CoLocatedConfig | None:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _KEY = re.compile(r"([A-Za-z_.]+): ")
-TAGS = ("draft_model", "ngram", "suffix", "co_located", "gateway_on", "gateway_off")
+TAGS = ("draft_model", "ngram", "suffix", "mlp_speculator", "co_located", "gateway_on", "gateway_off")
 """Tags of the unions' members, which occur in pydantic's paths and in no configuration."""
 
 CoreSet = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]

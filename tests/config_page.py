@@ -59,6 +59,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "drafter, `method: draft_model`": config.DraftModelConfig,
     "drafter, `method: ngram`": config.NgramConfig,
     "drafter, `method: suffix`": config.SuffixConfig,
+    "drafter, `method: mlp_speculator`": config.MLPSpeculatorConfig,
     "drafter, `placement: co_located`": config.CoLocatedConfig,
     "drafter.learn": config.LearningConfig,
     "drafter.autoscaling": config.PoolScalingConfig,

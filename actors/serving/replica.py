@@ -117,7 +117,7 @@ class Target:
         if self._drafter is not None:
             await has_loaded(self._drafter)
             start_up.done("waiting for the drafter")
-        if drafter is not None:
+        if config.drafts_in_rounds:
             await self._engine.call_ranks("open_link")
         if self._drafter is not None:  # one of the pool may come later, and go
             await self._wait_for_link()
@@ -286,7 +286,7 @@ class Target:
         async def link_is_up() -> bool:
             return bool((await _ask_rank_0(engine, "round_status"))["link"]["state"] == "up")
 
-        asks_link = link_is_up if self._config.remote_drafter is not None else None
+        asks_link = link_is_up if self._config.drafts_in_rounds else None
         return RoutingStats(engine.load, engine.kv_cache_tokens(), asks_link, engine.check_health)
 
     def _replica_metrics(self) -> ReplicaMetrics:
@@ -295,7 +295,7 @@ class Target:
         owned = self._registry_client.member.drafter
         return ReplicaMetrics(
             name,
-            None if self._config.remote_drafter is None else lambda: _ask_rank_0(engine, "round_metrics"),
+            (lambda: _ask_rank_0(engine, "round_metrics")) if self._config.drafts_in_rounds else None,
             None if owned is None else lambda: drafter.ask(owned, ANSWER_WITHIN_S),
         )
 

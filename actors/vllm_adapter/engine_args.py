@@ -64,7 +64,7 @@ def _common(config: EngineConfig) -> dict[str, Any]:
 def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_group: Any) -> VllmConfig:
     """Returns the configuration of the target's engine, on our executor.
 
-    With a remote drafter or none, our worker chooses the tokens, so a seed gives the same answer with a drafter and
+    With a drafter of ours or none, our worker chooses the tokens, so a seed gives the same answer with a drafter and
     without. With co-located drafting, worker, sampler and proposer are vLLM's own.
 
     Raises ConfigError, naming the section, for what vLLM refuses.
@@ -84,7 +84,7 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
         # Steps overlap as vLLM's own (overlap.py). vLLM's CPU platform clears this flag, but works with it.
         vllm_config.scheduler_config.async_scheduling = True
     kind = "Async" if vllm_config.scheduler_config.async_scheduling else ""
-    if config.remote_drafter is not None and config.target.schedules_ahead:
+    if config.drafts_in_rounds and config.target.schedules_ahead:
         kind = "AsyncDraft"
         vllm_config.__class__ = AsyncDraftVllmConfig
     elif config.target.pipeline_parallel_size > 1:

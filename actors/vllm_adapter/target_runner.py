@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 
+from outrider.actors.drafter.hidden_state_drafter import HiddenStateDrafter
 from outrider.actors.observability.logs import about
 from outrider.actors.round.request import Draft
 from outrider.actors.round.round import UNUSABLE, Arrival, Round, Step
@@ -46,6 +47,7 @@ class RoundRunner:
         runs_ahead: bool = False,
         overlaps: bool = False,
         sampler: TargetSampler | None = None,
+        hidden_state_drafter: HiddenStateDrafter | None = None,
     ) -> None:
         """Sets up what a runner needs for rounds.
 
@@ -53,7 +55,9 @@ class RoundRunner:
             runs_ahead: steps are scheduled while the one before them runs, see async_drafts.py.
             overlaps: they are launched then too, see overlap.py.
             sampler: of the Verifier, to be warmed up.
+            hidden_state_drafter: of the Verifier, which it drafts from the hidden states of each step.
         """
+        self._hidden_state_drafter = hidden_state_drafter
         self.round, self._target_sampler = round_, sampler
         self._runs_ahead = runs_ahead
         self._overlap = Overlap() if overlaps else None
@@ -86,6 +90,7 @@ class RoundRunner:
     def sample_tokens(self, grammar_output: Any) -> Any:
         step, started = self._step, time.perf_counter()
         self._status = None
+        ran = None if self._hidden_state_drafter is None else self.execute_model_state  # type: ignore[attr-defined]
         if grammar_output is not None and self._runs_ahead:
             self._cut_by(grammar_output)
             grammar_output = async_drafts.fit_mask(grammar_output, self._slots, self._draft_ids())
@@ -99,8 +104,25 @@ class RoundRunner:
             self._report(output, self._status, np.flatnonzero(discarded))
         step.target_s += time.perf_counter() - started
         if self.round is not None:
-            self.round.commit(step, dict(zip(output.req_ids, output.sampled_token_ids, strict=False)))
+            committed = dict(zip(output.req_ids, output.sampled_token_ids, strict=False))
+            if self._hidden_state_drafter is not None and ran is not None:
+                self._hidden_state_drafter.keep_hidden(ran.sample_hidden_states, self._last_rows(committed))
+            self.round.commit(step, committed)
         return output
+
+    def _last_rows(self, committed: Mapping[str, list[int]]) -> dict[int, int]:
+        """Returns, by the request's handle, the step's row that its last committed token was chosen from.
+
+        committed: tokens by request, in the order of the rows, a row for each draft of a request and one more.
+        """
+        assert self.round is not None
+        rows, first = {}, 0
+        for request_id, token_ids in committed.items():
+            request = self.round.requests.get(request_id)
+            if token_ids and request is not None and request.handle is not None:
+                rows[request.handle] = first + len(token_ids) - 1
+            first += 1 + len(self._step.draft(request_id).ids)
+        return rows
 
     def _read_later(self, output: Any, started: float) -> LaterOutput:
         """Commits a step that overlaps with the next one, before its ids are read. output: vLLM's."""

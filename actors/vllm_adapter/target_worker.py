@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
+from outrider.actors.drafter.hidden_state_drafter import HiddenStateDrafter
+from outrider.actors.drafter.mlp_speculator import MLPSpeculator
+from outrider.actors.learning.draft_models import local_copy
 from outrider.actors.observability.tracing import RoundTracer, process_tracer
 from outrider.actors.round.learning_recorder import LearningRecorder
 from outrider.actors.round.length import FixedLengths, LengthController
@@ -19,9 +22,10 @@ from outrider.actors.vllm_adapter.engine_args import worker_class
 from outrider.actors.vllm_adapter.executor import sleep_early
 from outrider.actors.vllm_adapter.target_runner import RoundRunner
 from outrider.actors.vllm_adapter.target_sampler import TargetSampler
-from outrider.cluster.config import DraftModelConfig, OutriderConfig
+from outrider.cluster.config import DraftModelConfig, MLPSpeculatorConfig, OutriderConfig
 from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
+from outrider.cluster.link.messages import Message
 
 
 class RemoteProposer:
@@ -55,21 +59,23 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         runner.__class__ = type("RoundModelRunner", (RoundRunner, type(runner)), {})
         sampler: TargetSampler | None = None
         self._round: Round | None = None
-        self._keeper: LinkKeeper | None = None
+        self._keeper: LinkKeeper | HiddenStateDrafter | None = None
+        speculator: HiddenStateDrafter | None = None
         if self.rank == config.target.verifier_rank:
             sampler = TargetSampler(self.vllm_config, runner.sampler, self.device)
             self._round = self._make_round(config, sampler)
+            if isinstance(config.drafter, MLPSpeculatorConfig):
+                speculator = self._keeper = self._make_speculator(config, config.drafter, self._round)
         overlaps = self.scheduler_config.async_scheduling
-        runner.install(self._round, config.target.schedules_ahead and not overlaps, overlaps, sampler)
+        runner.install(self._round, config.target.schedules_ahead and not overlaps, overlaps, sampler, speculator)
         if self.vllm_config.speculative_config is not None and not hasattr(runner, "drafter"):
             runner.drafter = RemoteProposer(self.vllm_config)  # vLLM makes it on the last stage, and looks on every one
         if self._round is not None and config.remote_drafter is not None:
-            vocab_size, k = self.model_config.get_vocab_size(), config.num_speculative_tokens
             self._keeper = LinkKeeper(
                 config,
                 ReplicaIdentity(**settings["outrider_replica"]),
-                vocab_size=vocab_size,
-                decode=lambda payload: unpack(payload, vocab_size, k),
+                vocab_size=self.model_config.get_vocab_size(),
+                decode=self._decoder(config),
                 on_link=self._round.offer_link,
                 device=None if self.device.type == "cpu" else str(self.device),
                 work=self._round.work,
@@ -78,11 +84,16 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         checkpoint_transfer.register()
         super().load_model(*args, **kwargs)
+        if isinstance(self._keeper, HiddenStateDrafter):
+            num_bytes = self._keeper.load()
+            if self.device.type != "cpu":
+                # vLLM plans the KV cache around the weights that its runner has counted.
+                self.model_runner.model_memory_usage += num_bytes
         if self.vllm_config.lora_config is not None and self.device.type == "cpu":
             spare_batches(self.model_runner.lora_manager)
 
     def _make_round(self, config: OutriderConfig, sampler: TargetSampler) -> Round:
-        drafts = config.remote_drafter is not None
+        drafts = config.drafts_in_rounds
         tracer = process_tracer("verifier") if drafts else None
         learn = config.drafter.learn if isinstance(config.drafter, DraftModelConfig) else None
         deployment = Deployment(
@@ -104,6 +115,25 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             recorder=None if learn is None else LearningRecorder(target_top_k),
         )
 
+    def _decoder(self, config: OutriderConfig) -> Callable[[bytes], list[Message]]:
+        """Returns what turns a payload into messages that fit the target."""
+        vocab_size, k = self.model_config.get_vocab_size(), config.num_speculative_tokens
+        return lambda payload: unpack(payload, vocab_size, k)
+
+    def _make_speculator(
+        self, config: OutriderConfig, drafter: MLPSpeculatorConfig, round_: Round
+    ) -> HiddenStateDrafter:
+        """Returns the drafter beside the verifier. Its checkpoint is read when the target's has been."""
+
+        def load() -> MLPSpeculator:
+            directory = local_copy(drafter.model, drafter.revision)
+            speculator = MLPSpeculator.load(directory, self.model_config.dtype, self.device)
+            sizes = self.model_config.get_vocab_size(), self.model_config.get_hidden_size()
+            speculator.shape.check(*sizes, config.num_speculative_tokens)
+            return speculator
+
+        return HiddenStateDrafter(load, self._decoder(config), round_.offer_link)
+
     def _lengths(self, config: OutriderConfig) -> LengthController | FixedLengths:
         k = config.num_speculative_tokens
         if not config.speculation.adaptive:
@@ -122,6 +152,9 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         pipeline_stages.make_room_between(self.model_runner)
         if self.device.type == "cpu":  # elsewhere vLLM has had the runner do it
             self.model_runner.warm_up_sampler()
+        if isinstance(self._keeper, HiddenStateDrafter):
+            config = OutriderConfig.model_validate(self.vllm_config.additional_config["outrider"])
+            self._keeper.warm_up(config.num_speculative_tokens, config.speculation.draft_top_n)
         return times
 
     def open_link(self) -> bool:

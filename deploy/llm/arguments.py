@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster.config import (
+    MLP_SPECULATOR,
     REMOTE_METHODS,
     ConfigError,
     DraftModelConfig,
@@ -37,6 +38,19 @@ OLD_NAMES = {
 _OWN_KEYS_OF_THE_DRAFTER = frozenset(DraftModelConfig.model_fields)
 _IN_PROCESS_ONLY = ("disable_padded_drafter_batch",)
 """Keys of ``speculative_config`` that say how vLLM pads its own drafter's batch; a drafter actor has its own batch."""
+
+_METHOD_OF_ARCHITECTURE = {
+    "eagle3": "eagle3",
+    "eagle": "eagle",
+    "medusa": "medusa",
+    "mlpspeculator": MLP_SPECULATOR,
+    "-accelerator": MLP_SPECULATOR,  # IBM's names of their checkpoints
+    "mtp": "mtp",
+}
+"""The method by a part of a draft checkpoint's architecture or name; the first that fits counts."""
+
+_ONE_RANK_ONLY = ("draft_tensor_parallel_size", "tensor_parallel_size")
+"""Keys that an MLP speculator has with the value 1 in vLLM's guides: it runs on one rank."""
 
 
 def config_from_arguments(
@@ -95,7 +109,16 @@ def _sections(speculative: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     speculation = {key: given.pop(key) for key in SPECULATION_KEYS if key in given}
     if "method" not in given:
         given["method"] = _method_of(given.get("model"))
+    elif given["method"] == "mlp":  # the guides' short form
+        given["method"] = MLP_SPECULATOR
     method = given["method"]
+    if method == MLP_SPECULATOR:
+        for name in _ONE_RANK_ONLY:
+            if given.get(name) == 1:
+                del given[name]
+        if "num_speculative_tokens" in given:
+            speculation["num_speculative_tokens"] = given.pop("num_speculative_tokens")
+        return given, speculation
     remote = method in REMOTE_METHODS and not given.get("parallel_drafting")  # one-pass drafting is vLLM's own
     placement = given.setdefault("placement", "with_target" if remote else "co_located")
     if "num_speculative_tokens" in given:
@@ -134,7 +157,7 @@ def _method_of(model: Any) -> str:
     if (speculators := document.get("speculators_config")) is not None:
         return str(speculators.get("algorithm", "eagle3"))
     architectures = " ".join(document.get("architectures") or []) + " " + str(model)
-    for word, method in (("eagle3", "eagle3"), ("eagle", "eagle"), ("medusa", "medusa"), ("mtp", "mtp")):
+    for word, method in _METHOD_OF_ARCHITECTURE.items():
         if word in architectures.lower():
             return method
     return "draft_model"

@@ -74,7 +74,7 @@ class LLM(vllm.LLM):
             with _engine_of(self._replica):
                 super().__init__(model, **own)
             self._replica.wait_for_drafter()
-            if config.remote_drafter is not None:
+            if config.drafts_in_rounds:
                 self.collective_rpc("open_link")
             self._replica.wait_for_link(lambda: self.collective_rpc("round_status"))
         except BaseException:
@@ -182,7 +182,7 @@ class AsyncLLM(VllmAsyncLLM):
             await self.resume_generation()
 
     async def _open_link(self) -> None:
-        if self._replica.config.remote_drafter is None:
+        if not self._replica.config.drafts_in_rounds:
             return
         loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._replica.wait_for_drafter)

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from outrider.actors.learning.draft_models import SUPPORTED
-from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, MLPSpeculatorConfig, OutriderConfig
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.fetch import FetchError, fetch_from_hub
 from outrider.deploy.models.identity import check_made_for
@@ -34,6 +34,12 @@ def check_models(config: OutriderConfig) -> None:
     _check_sizes(target, config.target, "target")
     if config.drafter_model is not None and Path(config.target.model).is_dir() and Path(config.drafter_model).is_dir():
         check_made_for(Path(config.target.model), Path(config.drafter_model))
+    if isinstance(config.drafter, MLPSpeculatorConfig):
+        from outrider.actors.drafter.mlp_speculator import SpeculatorShape  # loads torch
+
+        shape = SpeculatorShape.of(read_model_json(config.drafter, "drafter"))
+        model = text_model(target)
+        shape.check(model.get("vocab_size"), model.get("hidden_size"), config.num_speculative_tokens)
     if not isinstance(config.drafter, DraftModelConfig):
         return
     drafter = read_model_json(config.drafter, "drafter")
@@ -217,7 +223,7 @@ def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
         raise ConfigError(f"drafter.learn{problem}")
 
 
-def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
+def read_model_json(engine: EngineConfig | MLPSpeculatorConfig, section: str) -> dict[str, Any]:
     """Returns the config.json of a local checkpoint, or of a hub id by download. Raises ConfigError."""
     path = _file(engine, section, "config.json")
     try:
@@ -229,7 +235,7 @@ def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
         raise ConfigError(f"{section}.model: {path} is not readable as JSON ({error}); {_AGAIN}") from None
 
 
-def _file(engine: EngineConfig, section: str, name: str) -> Path:
+def _file(engine: EngineConfig | MLPSpeculatorConfig, section: str, name: str) -> Path:
     """Returns the path of a checkpoint's file; a hub id's is downloaded. Raises ConfigError."""
     if Path(engine.model).is_dir():
         return Path(engine.model) / name

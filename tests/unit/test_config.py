@@ -43,7 +43,11 @@ def test_defaults_are_complete() -> None:
         (tree(drafter={"method": "ngram", "model": "d"}), "drafter.model: unknown key"),
         (tree(drafter={"method": "eagle"}), "drafter.method: a drafter actor takes.*placement: co_located"),
         (tree(drafter={"method": 7}), "drafter.method: .*found 7"),
-        (tree(drafter=co_located("mlp_speculator")), "drafter.method: vLLM has no drafter for it"),
+        (
+            tree(drafter=co_located("mlp_speculator", model="m")),
+            "drafter.placement: .*rank alone; leave it out",
+        ),
+        (tree(drafter={"method": "mlp_speculator"}), "drafter.model: required"),
         (tree(drafter={"placement": "co_located"}), "drafter.method: required"),
         (tree(drafter={**DRAFT_MODEL, "placement": "beside"}), "drafter.placement: must be 'with_target'.*'beside'"),
         (tree(drafter={"method": "suffix", "cores": [[0], [1]]}), "drafter.cores"),

@@ -7,6 +7,7 @@ all are rejected, and what is served must still be what the target alone would s
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.support.models.tiny_models import EOS, VOCAB_SIZE, build_tiny_llama, 
 
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS = 128, 256, 4, 2  # those of the tiny Llama
 HEAD_DIM = HIDDEN // HEADS
-NUM_MEDUSA_HEADS = 3
+NUM_MEDUSA_HEADS = NUM_MLP_HEADS = 3
+MLP_WIDTH = 96
 MASK_TOKEN = VOCAB_SIZE - 1
 
 _LLAMA: dict[str, Any] = {
@@ -143,16 +145,62 @@ def build_mtp_target(path: Path) -> Path:
     return path
 
 
-def build_mlp_speculator(path: Path) -> Path:
-    """A config that names the method; nothing loads its weights."""
+def build_mlp_speculator(path: Path, scale_input: bool = False) -> Path:
+    """Build three heads, each of an embedding, a projection, a norm with scale and shift, and an output layer."""
+    random = _Random()
+    tensors: dict[str, Tensor] = {}
+    for head in range(NUM_MLP_HEADS):
+        tensors[f"speculator.emb.{head}.weight"] = random.matrix(VOCAB_SIZE, MLP_WIDTH)
+        tensors[f"speculator.proj.{head}.weight"] = random.matrix(MLP_WIDTH, MLP_WIDTH if head else HIDDEN)
+        tensors[f"speculator.ln.{head}.weight"] = 1 + random.matrix(1, MLP_WIDTH)[0]
+        tensors[f"speculator.ln.{head}.bias"] = random.matrix(1, MLP_WIDTH)[0]
+        tensors[f"speculator.head.{head}.weight"] = random.matrix(VOCAB_SIZE, MLP_WIDTH)
     config = {
         "model_type": "mlp_speculator",
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "vocab_size": VOCAB_SIZE,
+        "emb_dim": HIDDEN,
+        "inner_dim": MLP_WIDTH,
+        "n_predict": NUM_MLP_HEADS,
+        "scale_input": scale_input,
+        "tie_weights": False,
     }
-    return _write(
-        path, {**config, "emb_dim": HIDDEN, "inner_dim": HIDDEN, "n_predict": 3, "num_lookahead_tokens": 3}, {}
-    )
+    return _write(path, config, tensors)
+
+
+def fit_mlp_speculator(path: Path, target: Path, texts: Sequence[Sequence[int]], steps: int = 60) -> Path:
+    """Train the heads on these texts of the target, by heart: drafts of the same texts are mostly accepted."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from outrider.actors.drafter.mlp_speculator import MLPSpeculator
+
+    build_mlp_speculator(path)
+    speculator = MLPSpeculator.load(path, torch.float32, "cpu")
+    weights = [weight.requires_grad_() for head in speculator.heads for weight in head]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    optimizer = torch.optim.Adam(weights, 1e-2)
+    inputs = []
+    for text in texts:
+        tokens = torch.tensor(text)
+        with torch.no_grad():
+            inputs.append((model.model(tokens[None]).last_hidden_state[0], tokens))
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for hidden, tokens in inputs:
+            count = len(tokens) - NUM_MLP_HEADS - 1
+            state = speculator.first_state(hidden[:count])
+            for index in range(NUM_MLP_HEADS):
+                state, logits = speculator.next(index, state, tokens[index + 1 :][:count])
+                loss = loss + torch.nn.functional.cross_entropy(logits, tokens[index + 2 :][:count])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    tensors = load_file(path / "model.safetensors")
+    for index, head in enumerate(speculator.heads):
+        names = ("emb.{}.weight", "proj.{}.weight", "ln.{}.weight", "ln.{}.bias", "head.{}.weight")
+        tensors |= {f"speculator.{name.format(index)}": each.detach() for name, each in zip(names, head, strict=True)}
+    return _write(path, json.loads((path / "config.json").read_text()), tensors)
 
 
 def _write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:

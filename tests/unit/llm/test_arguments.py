@@ -30,6 +30,14 @@ METHODS = {
         {"method": "eagle", "model": "e", "draft_tensor_parallel_size": 1},
         {"placement": "co_located", "method": "eagle", "draft_tensor_parallel_size": 1},
     ),
+    "mlp": (
+        {"method": "mlp", "model": "m", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
+        {"method": "mlp_speculator", "model": "m", "revision": None},
+    ),
+    "mlp by its name": (
+        {"model": "ibm-ai-platform/llama3-8b-accelerator", "draft_tensor_parallel_size": 1},
+        {"method": "mlp_speculator"},
+    ),
     "mtp": ({"method": "deepseek_mtp", "num_speculative_tokens": 2}, {"placement": "co_located"}),
 }
 
