@@ -115,6 +115,11 @@ class EngineConfig(Section):
         return self.tensor_parallel_size
 
     @property
+    def takes_new_weights(self) -> bool:
+        """Whether weights can be replaced while the engine serves."""
+        return self.engine_args.get("weight_transfer_config") is not None
+
+    @property
     def revision(self) -> str | None:
         """Branch, tag or commit of a hub id."""
         return self.engine_args.get("revision")

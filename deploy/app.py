@@ -272,6 +272,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         num_targets=serving.most_replicas,
         allowed_origins=tuple(serving.allowed_origins),
         pool=pool,
+        takes_new_weights=config.target.takes_new_weights,
     )
 
 

@@ -51,6 +51,7 @@ from outrider.actors.serving.grpc.responses import (
 )
 from outrider.actors.serving.http.app import build_http_app
 from outrider.actors.serving.openai.forward import OpenAIForwarder
+from outrider.actors.serving.openai.rollouts import add_rollout_routes
 from outrider.actors.serving.running import RunningRequest, RunningRequests
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.cluster.config import ServingConfig
@@ -80,6 +81,7 @@ class Ingress(HandleCalls, HealthCalls):
         num_targets: int = 1,
         allowed_origins: tuple[str, ...] = (),
         pool: DeploymentHandle | None = None,
+        takes_new_weights: bool = False,
     ) -> None:
         """Prepares the calls to the Target deployment.
 
@@ -97,6 +99,7 @@ class Ingress(HandleCalls, HealthCalls):
             num_targets: The largest number of target replicas.
             allowed_origins: For CORS.
             pool: The DrafterPool deployment, where there is one.
+            takes_new_weights: Whether there are routes that replace the target's weights.
         """
         HealthCalls.__init__(self)
         silence_refusal_logs()
@@ -114,11 +117,15 @@ class Ingress(HandleCalls, HealthCalls):
             target, self._running, limits, served_model_name, max_retries, isolates_tenants, num_targets
         )
         self._allowed_origins, self._pool = allowed_origins, pool
+        self._takes_new_weights = takes_new_weights
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_http_app(
+        app = build_http_app(
             self, self._authenticator, self._forwarder, self._target, self._pool, self._broadcast, self._allowed_origins
         )
+        if self._takes_new_weights:
+            add_rollout_routes(app, self._target, self._broadcast, self._limits.greatest_timeout_s)
+        return app
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
         request_id = _named(request)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outrider.actors.drafter.actor import launch_drafter
 from outrider.actors.observability.environment import process_environment
@@ -21,9 +21,6 @@ from outrider.cluster.placement import (
     rank_environment,
 )
 from outrider.cluster.registry import registry_name
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,8 @@ class Launch:
             environment=process_environment(self.config.serving),
         )
 
-    def target_vllm_config(self) -> VllmConfig:
-        """Returns vLLM's configuration of the target on its ranks' bundles, cores and actor names. Imports vLLM.
+    def target_vllm_config(self) -> Any:
+        """Returns the target's VllmConfig, on its ranks' bundles, cores and actor names. Imports vLLM.
 
         Raises:
             ConfigError: Names the section of what vLLM refuses.

@@ -146,6 +146,10 @@ class Target:
                 async for part in parts:
                     yield part
 
+    async def whole_http(self, call: HttpCall) -> tuple[int, bytes]:
+        """Answers a request that every replica gets with status and body; see openai/rollouts.py."""
+        return await self._openai.whole_answer(call)
+
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
         """See serve_adapter.broadcast."""
         return await sign(self, self._replica, method, args)

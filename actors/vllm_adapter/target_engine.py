@@ -45,7 +45,9 @@ from outrider.actors.vllm_adapter.engine_requests import (
     traced_generate,
 )
 from outrider.actors.vllm_adapter.error_text import keep_client_text_out_of_logs
+from outrider.actors.vllm_adapter.input_parameters import serve_all_parameters
 from outrider.actors.vllm_adapter.prompts import PromptTokenizer
+from outrider.actors.vllm_adapter.updatable_llm import UpdatableLLM
 from outrider.actors.vllm_adapter.watchdogs import WATCH_EVERY_S, StepWatchdog
 from outrider.actors.vllm_adapter.work_meter import WorkMeter
 
@@ -174,12 +176,8 @@ class TargetEngine:
         for name, limit in VLLM_LIMITS.items():
             os.environ.setdefault(name, limit)
         self._load = EngineLoad()
-        self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
-        # vLLM's input processor refuses min_p and logit_bias under speculation, since its rejection sampler does not
-        # apply them to drafted tokens (vllm#42744). Ours does, and uses nothing else that depends on this attribute.
-        # Co-located drafting is verified by vLLM's sampler, so the refusal stays there.
-        if (speculative := vllm_config.speculative_config) is not None and speculative.method == "custom_class":
-            self._llm.input_processor.speculative_config = None
+        self._llm = UpdatableLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
+        serve_all_parameters(self._llm.input_processor, vllm_config)
         self._structured_output: Mode = structured_output
         self._report_cached_tokens = report_cached_tokens
         self.adapters: dict[str, LoRARequest] = {}
@@ -190,7 +188,7 @@ class TargetEngine:
         self._max_model_len = self._llm.model_config.max_model_len
         self._vocab_size = self._llm.model_config.get_vocab_size()
         self._tokens = PromptTokenizer(self._llm.renderer, self._vocab_size, self._max_model_len, chat_template)
-        self._rounds = RoundLog(speculating=speculative is not None)
+        self._rounds = RoundLog(speculating=vllm_config.speculative_config is not None)
         log_rounds(self._llm.output_processor, self._rounds)
         self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self._watching: asyncio.Task[None] | None = None
@@ -225,7 +223,7 @@ class TargetEngine:
         reason = None
         while reason is None:
             await asyncio.sleep(WATCH_EVERY_S)
-            reason = watch.tick(llm.output_processor.has_unfinished_requests())
+            reason = watch.tick(llm.output_processor.has_unfinished_requests() and not llm.is_held)
         logger.error("%s; Ray Serve will replace this replica", reason)
         self._stands_still = reason
         llm.engine_core.resources.engine_dead = True

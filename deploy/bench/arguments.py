@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
-from outrider.deploy.cli.arguments import positive
+from outrider.deploy.cli.arguments import address, positive
 
 DEFAULT_KS = (2, 3, 4, 6)
 
@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = ours.add_mutually_exclusive_group(required=True)
     which.add_argument("--preset", metavar="NAME", help="serve this preset while the benchmark runs")
     which.add_argument("--config", metavar="FILE", help="likewise, a YAML file")
-    which.add_argument("--address", metavar="URL", type=_url, help="HTTP address of a running server; none is started")
+    which.add_argument("--address", metavar="HOST:PORT", type=_url,
+                       help="HTTP port of a running server (https://HOST:PORT with TLS); none is started")  # fmt: skip
     ours.add_argument("--target", metavar="PATH", help="checkpoint directory (or hub id) in place of target.model")
     ours.add_argument("--drafter", metavar="PATH", help="likewise for drafter.model")
     ours.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of target and draft model")
@@ -130,7 +131,8 @@ def core_sets(text: str) -> list[list[int]]:
 
 
 def _url(text: str) -> str:
-    return (text if text.startswith(("http://", "https://")) else f"http://{text}").rstrip("/")
+    scheme = "https://" if text.startswith("https://") else "http://"
+    return scheme + address(text.removeprefix(scheme))
 
 
 def _against(text: str) -> str:

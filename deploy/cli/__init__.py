@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, flags = parser.parse_known_args(arguments)
         module = importlib.import_module(f"outrider.deploy.cli.{_module(args.command)}")
         if flags and not getattr(module, "TAKES_FLAGS_OF_VLLM", False):
-            parser.error(f"unrecognized arguments: {' '.join(flags)}")
+            commands.choices[args.command].error(_unrecognized(flags, commands.choices[args.command]))
         args.flags = flags
         status = int(module.run(args))
         try:
@@ -60,6 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return 1
     return status
+
+
+def _unrecognized(words: Sequence[str], command: argparse.ArgumentParser) -> str:
+    """Returns what is wrong with words that a command does not take, and the arguments that they may stand for."""
+    known = {option: option for action in command._actions for option in action.option_strings}
+    known |= {
+        f"--{action.dest}": f"{action.metavar} without a flag"
+        for action in command._actions
+        if not action.option_strings
+    }
+    names = [word.partition("=")[0].replace("_", "-") for word in words]
+    meant = list(dict.fromkeys(known[name] for name in names if name in known))
+    return f"unrecognized arguments: {' '.join(words)}" + (f"; write {', '.join(meant)}" if meant else "")
 
 
 def _module(command: str) -> str:

@@ -17,11 +17,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def address(text: str) -> str:
-    """Parses an argument of the form HOST:PORT."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    """Parses HOST:PORT, and returns it without the ``http://`` and the last slash that it may be written with."""
+    host, _, port = text.removeprefix("http://").removesuffix("/").rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
-    return text
+    return f"{host}:{port}"
 
 
 def positive(text: str) -> int:

@@ -63,7 +63,9 @@ _OPTIONS = (*(field.name for field in _SAMPLING), *_CONSTRAINTS, "num_speculativ
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags. The server alone checks ranges."""
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
-    parser.add_argument("--address", metavar="HOST:PORT", type=address, default=DEFAULT_ADDRESS, help="%(default)s")
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", type=address, default=DEFAULT_ADDRESS, help="gRPC port: %(default)s"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object when the answer is complete")
     parser.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
     parser.add_argument("--adapter", metavar="NAME", help="LoRA adapter to answer with")

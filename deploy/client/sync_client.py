@@ -90,7 +90,8 @@ class GrpcClient:
     def _fail(self, error: Any, call: Call[Any]) -> Any:
         code, details = error.code(), error.details() or "no details"
         if code is grpc.StatusCode.UNAVAILABLE and "; last error: " in details:  # gRPC's words for no connection
-            details = f"no server answers at {self._target}; start one with 'outrider serve', or check TLS ({details})"
+            fix = "start one with 'outrider serve', or check that this is its gRPC port, and TLS"
+            details = f"no server answers at {self._target}; {fix} ({details})"
         return call.fail(code, details)
 
 

@@ -77,6 +77,11 @@ def config_from_arguments(
     for name in arguments:
         if (instead := OLD_NAMES.get(name)) is not None:
             raise ConfigError(f"{name}: is not an argument of vLLM's any more; {instead}")
+    if arguments.pop("data_parallel_size", None) not in (None, 1):
+        raise ConfigError(
+            "data_parallel_size: one engine is one replica here; write `outrider serve MODEL --num-replicas N`, or "
+            "make one LLM for each"
+        )
     for name in RANKS_ARE_RAY_ACTORS:
         if arguments.pop(name, None) not in (None, False):
             logger.warning("%s is ignored: ranks are Ray actors, and statistics are always kept", name)

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from outrider.actors.replica_calls import HttpCall, HttpHead
+from outrider.actors.replica_calls import HttpCall
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 if TYPE_CHECKING:
@@ -119,13 +119,8 @@ async def _answer(app: OpenAIApp, request: BatchRequest) -> tuple[int, Any]:
     body = json.dumps(request.body).encode()
     headers = ((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
     call = HttpCall("POST", request.url, b"", headers, body, request_id=uuid.uuid4().hex, routed=None)
-    status, parts = 500, []
-    async for part in app.answer(call):
-        if isinstance(part, HttpHead):
-            status = part.status
-        else:
-            parts.append(part)
-    return status, json.loads(b"".join(parts) or b"null")
+    status, content = await app.whole_answer(call)
+    return status, json.loads(content or b"null")
 
 
 def _write(file: IO[str], request: BatchRequest, status: int, body: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ def config_from_flags(model: str, own: argparse.Namespace, flags: Sequence[str])
     Raises:
         ConfigError: Names the flag.
     """
+    if any(word.partition("=")[0] == "--model" for word in flags):
+        raise ConfigError("--model: write MODEL without a flag, before the flags")
     given = _parsed(flags)
     serving: dict[str, Any] = {}
     gateway: dict[str, Any] = {}
@@ -98,7 +101,13 @@ def config_from_flags(model: str, own: argparse.Namespace, flags: Sequence[str])
     if (found := speculator(model)) is not None:
         target, of_the_checkpoint = found
         model, speculative = target, {**of_the_checkpoint, **speculative}
-    return config_from_arguments(model, speculative, serving=serving, openai=openai, **given)
+    try:
+        return config_from_arguments(model, speculative, serving=serving, openai=openai, **given)
+    except ConfigError as error:
+        name = re.split(r"[.:]", str(error), maxsplit=1)[0]
+        if name not in given and name != "speculative_config":
+            raise
+        raise ConfigError(f"--{name.replace('_', '-')}{str(error).removeprefix(name)}") from None
 
 
 def speculator(model: str) -> tuple[str, dict[str, Any]] | None:

@@ -23,10 +23,11 @@ from vllm.entrypoints import llm as vllm_llm
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
+from outrider.actors.vllm_adapter.input_parameters import serve_all_parameters
+from outrider.actors.vllm_adapter.updatable_llm import UpdatableLLM
 from outrider.cluster.config import OutriderConfig
 from outrider.deploy.llm.arguments import OLD_NAMES, config_from_arguments
 from outrider.deploy.llm.local import LocalReplica
@@ -115,7 +116,7 @@ class LLM(vllm.LLM):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-class AsyncLLM(VllmAsyncLLM):
+class AsyncLLM(UpdatableLLM):
     """Generates text as asynchronous streams, as vLLM's ``AsyncLLM`` does. Arguments are those of ``LLM``.
 
     It starts a process for the engine's core, so the program's main module needs ``if __name__ == "__main__":``.
@@ -141,7 +142,6 @@ class AsyncLLM(VllmAsyncLLM):
         self._replica = LocalReplica(config)
         atexit.register(self.shutdown)
         self._opening: asyncio.Task[None] | None = None
-        self._resumes_after_update = False
         try:
             vllm_config = self._replica.vllm_config()
             super().__init__(
@@ -150,7 +150,7 @@ class AsyncLLM(VllmAsyncLLM):
                 log_stats=True,
                 usage_context=UsageContext.ENGINE_CONTEXT,
             )
-            _allow_all_parameters(self, vllm_config)
+            serve_all_parameters(self.input_processor, vllm_config)
         except BaseException:
             self.shutdown()
             raise
@@ -162,24 +162,6 @@ class AsyncLLM(VllmAsyncLLM):
         await asyncio.shield(self._opening)
         async for output in super().generate(*args, **kwargs):
             yield output
-
-    async def start_weight_update(self) -> None:
-        """Starts an update of the target's weights. Pauses generation for it, unless the caller has."""
-        if not await self.is_paused():
-            await self.pause_generation(mode="keep")
-            self._resumes_after_update = True
-        await super().start_weight_update()
-
-    async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Puts the new weights into service, and drops all KV that the former weights have made.
-
-        Requests that run are computed anew up to their last token, and go on with the new weights.
-        """
-        await super().finish_weight_update(weight_version)
-        await self.reset_prefix_cache(reset_running_requests=True)
-        if self._resumes_after_update:
-            self._resumes_after_update = False
-            await self.resume_generation()
 
     async def _open_link(self) -> None:
         if not self._replica.config.drafts_in_rounds:
@@ -217,7 +199,7 @@ def _engine_of(replica: LocalReplica) -> Iterator[None]:
                 usage_context=UsageContext.LLM_CLASS,
                 multiprocess_mode=False,
             )
-            _allow_all_parameters(engine, vllm_config)
+            serve_all_parameters(engine.input_processor, vllm_config)
             return engine
 
     stock, vllm_llm.LLMEngine = vllm_llm.LLMEngine, Engine
@@ -225,11 +207,3 @@ def _engine_of(replica: LocalReplica) -> Iterator[None]:
         yield
     finally:
         vllm_llm.LLMEngine = stock
-
-
-def _allow_all_parameters(engine: Any, vllm_config: Any) -> None:
-    """Lets ``min_p`` and ``logit_bias`` through: vLLM refuses them under speculation (vllm#42744), our sampler applies
-    them to drafted tokens, too."""
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method == "custom_class":
-        engine.input_processor.speculative_config = None

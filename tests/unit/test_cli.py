@@ -72,6 +72,18 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [(["--max_tokens", "3", "hi"], "write --max-tokens"), (["--prompt", "hi"], "write PROMPT without a flag")],
+)
+def test_an_argument_that_is_not_there_says_which_is_meant(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["generate", *arguments])
+    assert capsys.readouterr().err.endswith(f"{meant}\n")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nonsense"], "outrider: config: 'nonsense' is neither a preset"),

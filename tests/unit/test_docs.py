@@ -33,5 +33,5 @@ def test_names_exist(page: Path) -> None:
     keys = re.findall(r"`((?:serving|limits|openai|target|drafter)\.(?!json|safetensors)[a-z_.]*[a-z])`", text)
     assert [path for path in paths if not path.exists()] == []
     assert set(re.findall(r"\btest_\w+\.py", text)) - TESTS == set()
-    assert set(re.findall(r"(?:^|`)outrider ([a-z]+)\b", text, re.MULTILINE)) - set(COMMANDS) == set()
+    assert set(re.findall(r"(?:^|`)outrider ([a-z][a-z-]*)", text, re.MULTILINE)) - set(COMMANDS) == set()
     assert [key for key in set(keys) - OF_BENCH if not is_key(OutriderConfig, key.split("."))] == []

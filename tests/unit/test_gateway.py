@@ -26,6 +26,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from outrider.actors.serving.openai.rollouts import ROUTES
 from outrider.cluster.config import GatewayConfig
 from outrider.cluster.config_section import ConfigError
 from outrider.deploy.gateway import Gateway
@@ -501,6 +502,16 @@ def test_status_calls_take_no_place_of_generation(serve) -> None:
     codes = [call.code() for call in calls]
     assert (codes.count(grpc.StatusCode.OK), codes.count(grpc.StatusCode.UNAVAILABLE)) == (8, 4)
     assert any("busy" in call.details() for call in calls)
+
+
+def test_rollouts_are_on_the_admin_port_alone(serve) -> None:
+    """They change the model for everybody, so that without an admin port there are none."""
+    without, front = serve(), serve(admin_port=0)
+    for _, path in ROUTES:
+        for each in (without, front):
+            assert each.get(path).status == 404
+            assert each.get(f"/%{ord(path[1]):x}{path[2:]}").status == 404
+        assert "x-outrider-gateway" in front.get(path, port=front.gateway.admin_port).echoed
 
 
 def test_errors_when_nothing_listens_behind(serve) -> None:

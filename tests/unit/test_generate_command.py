@@ -158,6 +158,14 @@ def test_a_refused_request_is_one_line_and_exit_1(address: str, capsys: pytest.C
     assert printed.err == "outrider: INVALID_ARGUMENT: sampling.temperature: -1.0 is out of range; send more\n"
 
 
+@pytest.mark.parametrize("form", ["{}", "http://{}", "http://{}/"])
+def test_an_address_may_be_written_as_a_browser_shows_it(
+    address: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert outrider_generate("--address", form.format(address), "hello") == 0
+    capsys.readouterr()
+
+
 def test_an_absent_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert outrider_generate("--address", "127.0.0.1:1", "hello") == 1
     error = capsys.readouterr().err
@@ -174,6 +182,7 @@ def test_an_absent_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         ["--address", "9000", "hello"],
         ["--address", "localhost:http", "hello"],
         ["--address", "localhost:70000", "hello"],
+        ["--address", "https://localhost:9000", "hello"],
         ["--no-speculation", "--num-speculative-tokens", "2", "hello"],
     ],
 )

@@ -19,6 +19,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+from vllm.entrypoints.rl.factories import register_rl_api_routers
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -66,6 +67,8 @@ class OpenAIApp:
             tasks = await llm.get_supported_tasks()
             app = build_app(args, supported_tasks=tasks, model_config=llm.model_config)
             await init_app_state(engine, app.state, args, supported_tasks=tasks)
+            if config.target.takes_new_weights:
+                register_rl_api_routers(app)
         except (TypeError, ValueError, KeyError, ImportError, OSError) as error:
             raise ConfigError(f"openai: {' '.join(str(error).split())}") from error
         app.state.server = SimpleNamespace()  # vLLM's error handlers tell it to exit; Serve replaces replicas here
@@ -115,6 +118,16 @@ class OpenAIApp:
             _, unfinished = await asyncio.wait([task], timeout=_DISCONNECT_S)
             for each in unfinished:
                 each.cancel()
+
+    async def whole_answer(self, call: HttpCall) -> tuple[int, bytes]:
+        """Returns status and body of the response to call. See ``answer`` for errors."""
+        status, parts = 500, []
+        async for part in self.answer(call):
+            if isinstance(part, HttpHead):
+                status = part.status
+            else:
+                parts.append(part)
+        return status, b"".join(parts)
 
     async def abort(self, owner: int, request_id: str) -> bool:
         """Ends one of the owner's requests, by its id or its answer's, with finish reason ``abort``.

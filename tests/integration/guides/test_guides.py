@@ -3,6 +3,9 @@ ends with one sentence that says what to write."""
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 from outrider import LLM, SamplingParams
@@ -25,11 +28,21 @@ GUIDES = {
         "method": "draft_model", "model": "drafter", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 2,
     },
     "eagle": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
+    "eagle, not padded": {
+        "method": "eagle", "model": "eagle", "num_speculative_tokens": 2, "disable_padded_drafter_batch": True,
+    },
     "eagle3": {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 2},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 1},
+    "one pass": {"method": "draft_model", "model": "one_pass", "num_speculative_tokens": 4, "parallel_drafting": True},
     "suffix": {"method": "suffix", "num_speculative_tokens": 15},
 }  # fmt: skip
 
-IN_EVERY_RUN = ("ngram", "draft model")
+IN_EVERY_RUN = ("draft model",)
+
+MORE_ARGUMENTS = {
+    "ngram": {"cudagraph_capture_sizes": [6, 12, 18, 24]},  # n * (K + 1); without effect on CPU
+    "draft model": {"compilation_config": {"cudagraph_capture_sizes": [6, 12, 18, 24]}},
+}
 
 ARGUMENTS = {
     "tensor_parallel_size": 1,
@@ -46,39 +59,48 @@ ARGUMENTS = {
 
 def job(name, models, heads):
     speculative = dict(GUIDES[name])
+    drafts_remotely = speculative["method"] in ("ngram", "suffix") or speculative.get("model") == "drafter"
     if (model := speculative.get("model")) is not None:
         speculative["model"] = str(models.drafter if model == "drafter" else heads / model)
     if model == "drafter":
         speculative["kv_cache_memory_bytes"] = 16 << 20
-    arguments = {**ARGUMENTS, "model": str(models.target), "speculative_config": speculative}
-    if model not in (None, "drafter"):
+    arguments = {**ARGUMENTS, **MORE_ARGUMENTS.get(name, {}), "model": str(target_of(name, models, heads))}
+    if not drafts_remotely:
         arguments.pop("async_scheduling")  # on CPU, vLLM's own drafting does without
     return {
-        "arguments": arguments,
+        "arguments": {**arguments, "speculative_config": speculative},
         "prompts": PROMPTS,
         "params": {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True},
     }
 
 
+def target_of(name, models, heads):
+    """Returns the target: a model with a layer for MTP where that is the method."""
+    return heads / "mtp_target" if GUIDES[name]["method"] == "mtp" else models.target
+
+
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory):
+def heads(models, tmp_path_factory):
+    """Builds the checkpoints of the methods that need one of their own. ``one_pass`` is a draft model as PARD's are."""
     root = tmp_path_factory.mktemp("heads")
-    for name in ("eagle", "eagle3"):
+    for name in ("eagle", "eagle3", "mtp_target"):
         getattr(tiny_heads, f"build_{name}")(root / name)
+    one_pass = shutil.copytree(models.drafter, root / "one_pass") / "config.json"
+    one_pass.write_text(json.dumps({**json.loads(one_pass.read_text()), "pard_token": 1}))
     return root
 
 
 def check(names, models, heads):
-    reference = Reference(models.target)
-    expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    references = {target: Reference(target) for target in {target_of(name, models, heads) for name in names}}
     for name, found in zip(names, run_jobs([job(name, models, heads) for name in names]), strict=True):
+        reference = references[target_of(name, models, heads)]
         assert "error" not in found, f"{name}: {found}"
-        assert found["tokens"] == expected, name
+        assert found["tokens"] == [reference.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS], name
         assert found["counters"]["vllm:spec_decode_num_drafts"] > 0, name
         assert len(found["counters"]["vllm:spec_decode_num_accepted_tokens_per_pos"]), name
 
 
-def test_a_guide_s_draft_model_and_prompt_lookup(models, heads):
+def test_a_guide_s_draft_model(models, heads):
     check(IN_EVERY_RUN, models, heads)
 
 
@@ -92,5 +114,7 @@ def test_former_names_say_what_is_written_today(models):
         SamplingParams(temperature=0.7, speculative_ratio=4)
     with pytest.raises(ValueError, match=r"speculative_model: .* speculative_config"):
         LLM(model=str(models.target), speculative_model=str(models.drafter))
+    with pytest.raises(ValueError, match=r"num_speculative_tokens: .* speculative_config"):
+        LLM(model=str(models.target), num_speculative_tokens=4)
     with pytest.raises(AttributeError, match=r"agenerate: .* AsyncLLM"):
         object.__new__(LLM).agenerate(["x"], None)

@@ -44,6 +44,15 @@ def test_options_of_the_load_are_vllms_by_name_and_any_other_behind_a_double_das
     assert "--request-rate" not in options
 
 
+@pytest.mark.parametrize(
+    ("text", "url"), [("h:1", "http://h:1"), ("http://h:1/", "http://h:1"), ("https://h:1", "https://h:1")]
+)
+def test_an_address_is_one_as_in_the_other_commands(text: str, url: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args(["--address", text]).address == url
+
+
 def test_what_cannot_be_measured_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="give --against-config"):
         candidates(parse("--against", "vllm"), parse_config({"target": {"model": "t"}}))

@@ -6,10 +6,12 @@ import argparse
 import json
 
 import pytest
+import yaml
 from vllm import SamplingParams as VllmSamplingParams
 
 from outrider import SamplingParams
-from outrider.cluster.config import ConfigError
+from outrider.cluster.config import ConfigError, parse_config
+from outrider.deploy.cli.serve import as_yaml
 from outrider.deploy.llm.arguments import config_from_arguments
 from outrider.deploy.llm.flags import config_from_flags
 
@@ -37,6 +39,10 @@ METHODS = {
     "mlp by its name": (
         {"model": "ibm-ai-platform/llama3-8b-accelerator", "draft_tensor_parallel_size": 1},
         {"method": "mlp_speculator"},
+    ),
+    "drafting in one pass": (
+        {"method": "draft_model", "model": "d", "parallel_drafting": True},
+        {"placement": "co_located", "parallel_drafting": True},
     ),
     "mtp": ({"method": "deepseek_mtp", "num_speculative_tokens": 2}, {"placement": "co_located"}),
 }
@@ -68,6 +74,7 @@ WRONG = {
     "a name of former versions": ({"speculative_model": "d"}, None, "speculative_model: .* speculative_config"),
     "what Outrider decides": ({"worker_cls": "x"}, None, "^worker_cls: "),
     "a wrong value": ({"tensor_parallel_size": 0}, None, "^tensor_parallel_size: "),
+    "replicas": ({"data_parallel_size": 2}, None, "^data_parallel_size: .* --num-replicas"),
     "no method": ({}, {"num_speculative_tokens": 3}, "^speculative_config.method: "),
     "too many tokens": ({}, {"method": "ngram", "num_speculative_tokens": 99}, "^speculative_config.num_spec"),
     "an argument of nobody's": ({}, {"method": "ngram", "promt_lookup_max": 3}, "promt_lookup_max"),
@@ -138,3 +145,47 @@ def test_a_speculator_names_target_method_and_length(tmp_path):
     config = config_from_flags(str(tmp_path), *flags())
     assert (config.target.model, config.drafter.method, config.num_speculative_tokens) == ("org/target", "eagle3", 3)
     assert config.drafter.model == str(tmp_path)
+
+
+WRONG_FLAGS = {
+    "a socket": (["--uds", "/tmp/socket"], "^--uds: has no effect here; .*--port"),
+    "replicas": (["--data-parallel-size", "2"], "^--data-parallel-size: .* --num-replicas N"),
+    "the model": (["--model", "--port", "8000"], "^--model: write MODEL without a flag"),
+    "the worker": (["--worker-cls", "x"], "^--worker-cls: .* leave it out"),
+    "a drafter's key": (
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 99}'],
+        "^--speculative-config.num_speculative_tokens: ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "error"), WRONG_FLAGS.values(), ids=WRONG_FLAGS)
+def test_a_wrong_flag_is_told_by_its_name_and_says_what_to_write(words, error):
+    with pytest.raises(ConfigError, match=error):
+        config_from_flags("org/t", *flags(*words))
+
+
+def test_the_flags_of_a_guide_to_mtp():
+    own, words = flags(
+        *["--port", "20004", "--data-parallel-size", "1", "--tensor-parallel-size", "16", "--enable-expert-parallel"],
+        *["--seed", "1024", "--served-model-name", "dsv3", "--max-model-len", "36768"],
+        *["--max-num-batched-tokens", "5000", "--max-num-seqs", "10", "--quantization", "fp8", "--trust-remote-code"],
+        *["--gpu-memory-utilization", "0.9", "--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}'],
+        "--speculative-config",
+        '{"num_speculative_tokens": 2, "method": "deepseek_mtp", "disable_padded_drafter_batch": "False"}',
+    )
+    config = parse_config(yaml.safe_load(as_yaml(config_from_flags("org/t", own, words))), "--print-config")
+    target, drafter = config.target, config.drafter.model_dump()
+    assert (target.tensor_parallel_size, target.max_model_len, target.max_num_seqs) == (16, 36768, 10)
+    assert target.max_num_batched_tokens == 5000
+    assert target.engine_args == {
+        "enable_expert_parallel": True,
+        "seed": 1024,
+        "quantization": "fp8",
+        "trust_remote_code": True,
+        "gpu_memory_utilization": 0.9,
+        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
+    }
+    assert (drafter["placement"], drafter["method"], config.num_speculative_tokens) == ("co_located", "deepseek_mtp", 2)
+    assert drafter["disable_padded_drafter_batch"] == "False", "vLLM reads it"
+    assert (config.served_model_name, config.serving.gateway.http_port) == ("dsv3", 20004)

@@ -12,6 +12,8 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -20,10 +22,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 from outrider.actors.vllm_adapter import (
     async_drafts,
     executor,
+    input_parameters,
     pipeline_stages,
     scheduler,
     structured_outputs,
     target_engine,
+    updatable_llm,
 )
 from outrider.actors.vllm_adapter.engine_args import worker_class
 
@@ -46,6 +50,8 @@ def overrides() -> Iterator[tuple[type, type]]:
     yield pipeline_stages.StagedScheduling, Scheduler
     yield pipeline_stages.StagedVllmConfig, VllmConfig
     yield target_engine.RoundOutputProcessor, OutputProcessor
+    yield input_parameters.ParameterProcessor, InputProcessor
+    yield updatable_llm.UpdatableLLM, AsyncLLM
     yield target_engine._Recorder, StatLoggerBase
     yield RoundRunner, GPUModelRunner
     yield TargetWorker, worker_class()
