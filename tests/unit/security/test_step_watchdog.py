@@ -71,6 +71,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         engine_core=SimpleNamespace(resources=SimpleNamespace(engine_dead=False)),
         check_health=lambda: asyncio.sleep(0),
         shutdown=lambda: None,
+        is_held=False,
     )
     engine = TargetEngine.__new__(TargetEngine)
     engine._llm, engine._load, engine._watching, engine._stands_still = llm, EngineLoad(), None, None
