@@ -122,30 +122,6 @@ def check_reason(deployment):
     assert "link deadline" in last_error or HANG in last_error
 
 
-def test_a_frame_of_it_is_damaged(ngram_pair, fault):
-    """One bit of a DATA frame's epoch flips on its way out of the live drafter. How other damage is noticed is in
-    tests/integration/test_link_processes.py."""
-
-    def damage(drafter):
-        (link,) = drafter._links.values()
-        wire = link._wire
-
-        def send(frame):
-            if frame[2] == 1:
-                frame = bytearray(frame)
-                frame[4] ^= 1 << 6
-                del wire.send  # the class's own again
-            type(wire).send(wire, bytes(frame))
-
-        wire.send = send
-
-    with Traffic(ngram_pair, PROMPT, MAX_TOKENS) as traffic:
-        ray.get(ngram_pair.drafter().__ray_call__.remote(damage), timeout=HANG_GUARD_S)
-        fault.wait_until_back(traffic)
-    assert any(each.startswith("bad frame: ") for each in fault.reasons), fault.reasons
-    fault.check(traffic, replaced=False)
-
-
 def hang(drafter):
     """Runs in the drafter's process: its next answer never comes, and for now its watchdog lets it be."""
     drafter._proposer.commit = lambda sequence, commit: threading.Event().wait()

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,9 +108,6 @@ def peer_main():
                 with contextlib.suppress(LinkError):
                     link.post(pack(received.messages), work_us=received.work_us + 1)
                     echoed += 1
-                if echoed == job["close_after"]:
-                    time.sleep(0.05)
-                    link.close("had enough")
         link.abort("done")
         assert link.join(HANG_S), "a thread or the wire is left"
         print(json.dumps({"broken": link.broken, "echoed": echoed}), flush=True)
