@@ -100,6 +100,7 @@ def check(names, models, heads):
         assert len(found["counters"]["vllm:spec_decode_num_accepted_tokens_per_pos"]), name
 
 
+@pytest.mark.exhaustive
 def test_a_guide_s_draft_model(models, heads):
     check(IN_EVERY_RUN, models, heads)
 
