@@ -26,11 +26,9 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT, REFLECTION, SERVICES
 from outrider.actors.serve_adapter.broadcast import broadcast
-from outrider.actors.serve_adapter.ray_processes import wait_longer_for_node
 from outrider.actors.serving.authentication import TOKEN_VARIABLE
 from outrider.cluster.config import ConfigError, OutriderConfig, ServingConfig
 from outrider.cluster.installed import import_early
-from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import find_registry
 from outrider.deploy import ray_access
 from outrider.deploy.app import INGRESS, POOL, TARGET, ReplicaPlan, build_app, describe, plan_replica, serve_logging
@@ -39,11 +37,8 @@ from outrider.deploy.liveness import ApplicationHealth, ServerDied, drain, keep_
 from outrider.deploy.ports import reachable
 from outrider.deploy.processes import StopSignal, adopt_orphans, descendants, end_descendants, remove_shared_memory
 from outrider.deploy.progress import Progress
+from outrider.deploy.ray_cluster import start_ray
 
-OBJECT_STORE_BYTES = 256 << 20
-"""Size of Ray's object store. Nothing large is put into it: the tokens of a round are a few hundred bytes."""
-
-RAY_STARTS_WITHIN_S = 300.0
 REPORT_EVERY_S = 60.0
 LOOK_EVERY_S = 10.0
 BEAT_S = 3.0
@@ -51,9 +46,6 @@ ASKING_TO_DRAIN_S = 5.0
 TROUBLES_WITHIN_S = 5.0
 SERVE_SHUTDOWN_S = 45.0
 RAY_SHUTDOWN_S = 20.0
-WORKER_NICENESS = ("RAY_worker_niceness", "0")
-"""Ray's default is 15, which suits batches: proxies, ranks and drafters would wait for every other program on their
-machine, clients included."""
 
 UNSCHEDULED = "to be scheduled"
 """Part of Serve's message of a deployment for whose replicas Ray has no room."""
@@ -200,23 +192,13 @@ class Server:
     def _start_ray(self, plan: ReplicaPlan) -> None:
         proxies = {**PROXY_ENVIRONMENT, GRPC_HOST_VARIABLE: self._serving.host}
         os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **proxies})
-        os.environ.setdefault(*WORKER_NICENESS)
         if not self._verbose:
             warnings.filterwarnings("ignore")
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        level = logging.INFO if self._verbose else logging.ERROR
-        logs = {"log_to_driver": self._verbose, "logging_level": level}
-        if self._address:
-            self._progress.say(f"connecting to Ray at {self._address}")
-            ray.init(self._address, namespace=NAMESPACE, **logs)
-        else:
-            self._progress.say("starting Ray")
-            needed = plan.total("CPU", self._serving.most_replicas, plan.most_drafters)
-            # Logical CPUs: ranks that share cores still need a bundle each.
-            num_cpus = max(os.cpu_count() or 1, math.ceil(needed))
-            with wait_longer_for_node(RAY_STARTS_WITHIN_S, self._progress.say):
-                context = ray.init(**cluster_of_its_own(num_cpus), **logs)
-            self._logs = Path(context.address_info["session_dir"]) / "logs"
+        self._progress.say(f"connecting to Ray at {self._address}" if self._address else "starting Ray")
+        needed = plan.total("CPU", self._serving.most_replicas, plan.most_drafters)
+        self._logs = start_ray(needed, self._progress.say, address=self._address, dashboard=True, verbose=self._verbose)
+        if not self._address:
             self._daemons = {each.pid: name for each in descendants() if (name := each.name()) in RAY_DAEMONS}
         self._stop.install()
         self._progress.say(f"Ray is up{self._where()}")
@@ -343,18 +325,6 @@ def has_failed(deployment: DeploymentStatusOverview) -> bool:
     """Returns, at start-up, whether a replica has failed. The first failure counts, though Serve tries again: a wrong
     model or setting stays wrong."""
     return deployment.status.name in ("DEPLOY_FAILED", "UNHEALTHY") or deployment.message.startswith(TRIES_AGAIN)
-
-
-def cluster_of_its_own(num_cpus: int) -> dict[str, Any]:
-    """Returns arguments of ray.init for a cluster that ends with this process."""
-    return {
-        "address": "local",  # never an unrelated cluster that happens to run here
-        "namespace": NAMESPACE,
-        "num_cpus": num_cpus,
-        "object_store_memory": OBJECT_STORE_BYTES,
-        "include_dashboard": True,  # `ray list actors` asks it
-        "dashboard_host": "127.0.0.1",
-    }
 
 
 def _states(app: ApplicationStatusOverview | None) -> str:

@@ -96,7 +96,7 @@ class DraftModelProposer:
         """Sequences with long prompts that the engine does not have yet."""
 
         self._unpinned: dict[ModelSequence, list[int]] = {}
-        """What the vocabulary does not hold yet of prompts."""
+        """Token ids of prompts that the vocabulary does not hold yet."""
 
         self._gone: list[ModelSequence] = []
         """Sequences that are gone. A step may use their blocks, so these are freed before the next one is planned."""

@@ -94,7 +94,7 @@ class LookupProposer(Generic[L]):
         """Nothing is kept of a link but its sequences."""
 
     def limit_vocabulary(self, size: int) -> None:
-        """What is proposed was committed before, by a target of this application."""
+        """Limits nothing: a look-up proposes only ids that a target of this application has committed."""
 
     def plan(self) -> Work | None:
         return next((Reading(sequence, self.slice_tokens) for sequence in self._unread), None)

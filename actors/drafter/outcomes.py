@@ -115,7 +115,7 @@ class StepCost:
         """Forgets all steps that were observed."""
         self._weight = self._rows = self._seconds = self._rows_squared = self._product = 0.0
         self.row_share = _PRIOR_SHARE
-        """What one more row adds, as a share of a step: a row that is worth less than this share of what all of the
+        """The share of a step that one more row adds: a row that is worth less than this share of what all of the
         step's rows are worth costs more than it brings. While all steps have as many rows it decays slowly, so that
         rows are tried again after a wrong estimate."""
 
@@ -134,5 +134,5 @@ class StepCost:
 
     @property
     def mean_s(self) -> float:
-        """What a recent step took; 0 before the first."""
+        """Returns the duration of a recent step; 0 before the first."""
         return self._seconds / self._weight if self._weight else 0.0

@@ -135,7 +135,7 @@ class SuffixSequence(LookupSequence):
 
     request: RequestKey = ("", 0)
     seed: int | None = None
-    """As in AnswerPart."""
+    """`request` and `seed` are those of an AnswerPart."""
 
     num_shared = 0
     """Leading tokens of the text that are the prompt's, or that others may know."""

@@ -82,7 +82,7 @@ class SuffixIndex:
 
         self._max_match_len, self._num_buckets = max_match_len, num_buckets
         self._chains = [(order, array("q", [-1]) * num_buckets, array("q")) for order in _ORDERS]
-        """Of each order: by hash of the context the latest position, and by position the one before with that hash."""
+        """Each order has a table of the latest position by the context's hash, and one of the position before it."""
 
     @property
     def end(self) -> int:

@@ -24,7 +24,7 @@ Cursor = tuple[str, int]
 
 @dataclass
 class Exchange:
-    """What a drafter gets. cursor: for its next call. more: there are more parts to be had at once."""
+    """Holds what a drafter gets. cursor: for its next call. more: there are more parts to be had at once."""
 
     cursor: Cursor
     parts: list[AnswerPart]

@@ -152,9 +152,9 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         pipeline_stages.make_room_between(self.model_runner)
         if self.device.type == "cpu":  # elsewhere vLLM has had the runner do it
             self.model_runner.warm_up_sampler()
-        if isinstance(self._keeper, HiddenStateDrafter):
-            config = OutriderConfig.model_validate(self.vllm_config.additional_config["outrider"])
-            self._keeper.warm_up(config.num_speculative_tokens, config.speculation.draft_top_n)
+        if isinstance(self._keeper, HiddenStateDrafter) and self._round is not None:
+            deployment = self._round.deployment
+            self._keeper.warm_up(deployment.num_speculative_tokens, deployment.draft_top_n)
         return times
 
     def open_link(self) -> bool:

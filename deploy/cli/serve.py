@@ -18,7 +18,7 @@ from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.deploy.cli import fail
 from outrider.deploy.cli.arguments import DTYPES, add_config_arguments
 from outrider.deploy.liveness import ServerDied
-from outrider.deploy.llm.flags import add_own_flags, config_from_flags
+from outrider.deploy.llm.flags import add_own_flags, config_from_flags, given_own_flags
 from outrider.deploy.ports import reachable, settle_ports
 from outrider.deploy.preset import Overrides, is_preset, models_to_fetch, preset_names, resolve_config
 from outrider.deploy.processes import Stopped, StopSignal
@@ -103,8 +103,8 @@ def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
     from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, models_dir
 
     settled = settle_ports(resolve(args))  # before a fetch of minutes
-    if is_preset(args.config) and args.config in FETCHED_WHEN_MISSING:
-        for name in models_to_fetch(args.config, _overrides(args)):
+    if (preset := args.config_file or args.config) in FETCHED_WHEN_MISSING and is_preset(preset):
+        for name in models_to_fetch(preset, _overrides(args)):
             fetch(MODELS[name], models_dir(), progress)
         settled = settle_ports(resolve(args))
     check_models(settled)
@@ -118,10 +118,9 @@ def resolve(args: argparse.Namespace) -> OutriderConfig:
         raise ConfigError(f"--config: is given beside {model!r}; leave one of the two out")
     if config is None:
         args.usage_error(f"name a MODEL, a YAML file or a preset ({', '.join(preset_names())})")
-    args.config = config
     if args.config_file is not None or is_preset(config) or Path(config).is_file():
-        if args.flags:
-            raise ConfigError(f"{args.flags[0]}: belongs to a MODEL; write it into the configuration file instead")
+        if ignored := [*args.flags, *given_own_flags(args)]:
+            raise ConfigError(f"{ignored[0]}: belongs to a MODEL; write it into the configuration file instead")
         return resolve_config(config, _overrides(args))
     if "/" not in config and not Path(config).is_dir():
         raise ConfigError(
@@ -138,7 +137,7 @@ def _overrides(args: argparse.Namespace) -> Overrides:
 
 
 def as_yaml(config: OutriderConfig) -> str:
-    """Returns the YAML of what is set in a configuration; a file of it gives the same configuration."""
+    """Returns the YAML of what is set in a configuration, but for ``serving.api_key``, which is a secret."""
     return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
 

@@ -18,6 +18,7 @@ from outrider.cluster.config import (
     TargetConfig,
     parse_config,
 )
+from outrider.deploy.preset import locate
 
 logger = logging.getLogger("outrider")
 
@@ -35,7 +36,7 @@ OLD_NAMES = {
 }
 """Names of former versions of vLLM, and what is written today."""
 
-_OWN_KEYS_OF_THE_DRAFTER = frozenset(DraftModelConfig.model_fields)
+_OWN_KEYS_OF_THE_DRAFTER = frozenset(DraftModelConfig.model_fields) | {"num_speculative_tokens"}
 _IN_PROCESS_ONLY = ("disable_padded_drafter_batch",)
 """Keys of ``speculative_config`` that say how vLLM pads its own drafter's batch; a drafter actor has its own batch."""
 
@@ -89,13 +90,15 @@ def config_from_arguments(
     aliases = {"method": method, "model": draft_model, "num_speculative_tokens": num_tokens}
     speculative = {**(speculative_config or {}), **{key: value for key, value in aliases.items() if value is not None}}
 
-    target: dict[str, Any] = {"model": model, "engine_args": {}}
+    target: dict[str, Any] = {"model": locate(model, "model"), "engine_args": {}}
     for name, value in arguments.items():
         (target if _is_key(TargetConfig, name) else target["engine_args"])[name] = value
     tree: dict[str, Any] = {"target": target}
     for name, section in (("serving", serving), ("openai", openai)):
         if section:
             tree[name] = dict(section)
+    if (draft_checkpoint := speculative.get("model")) is not None:
+        speculative["model"] = locate(str(draft_checkpoint), "speculative_config.model")
     if speculative:
         tree["drafter"], tree["speculation"] = _sections(speculative)
     try:
@@ -121,15 +124,11 @@ def _sections(speculative: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
         for name in _ONE_RANK_ONLY:
             if given.get(name) == 1:
                 del given[name]
-        if "num_speculative_tokens" in given:
-            speculation["num_speculative_tokens"] = given.pop("num_speculative_tokens")
         return given, speculation
     remote = method in REMOTE_METHODS and not given.get("parallel_drafting")  # one-pass drafting is vLLM's own
     placement = given.setdefault("placement", "with_target" if remote else "co_located")
-    if "num_speculative_tokens" in given:
-        speculation["num_speculative_tokens"] = given.pop("num_speculative_tokens")
-    elif method == "suffix":  # vLLM's default
-        speculation["num_speculative_tokens"] = given.get("suffix_decoding_max_tree_depth", 24)
+    if method == "suffix":  # vLLM's default
+        given.setdefault("num_speculative_tokens", given.get("suffix_decoding_max_tree_depth", 24))
     if placement == "co_located":
         return given, speculation
     for name in _IN_PROCESS_ONLY:
@@ -151,14 +150,20 @@ def _sections(speculative: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return given, speculation
 
 
+def checkpoint_document(model: str) -> dict[str, Any]:
+    """Returns the decoded config.json of a checkpoint directory; {} for a hub id."""
+    path = Path(model).expanduser() / "config.json"
+    document: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return document
+
+
 def _method_of(model: Any) -> str:
     """Returns the method that a draft checkpoint is for, where none is named."""
     if model is None:
         raise ConfigError(
             "speculative_config.method: required, but missing; name one (draft_model, ngram, suffix, eagle3, mtp, ...)"
         )
-    path = Path(str(model)).expanduser() / "config.json"
-    document = json.loads(path.read_text()) if path.is_file() else {}
+    document = checkpoint_document(str(model))
     if (speculators := document.get("speculators_config")) is not None:
         return str(speculators.get("algorithm", "eagle3"))
     architectures = " ".join(document.get("architectures") or []) + " " + str(model)

@@ -7,11 +7,10 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from outrider.cluster.config import ConfigError, OutriderConfig
-from outrider.deploy.llm.arguments import config_from_arguments
+from outrider.deploy.llm.arguments import checkpoint_document, config_from_arguments
 
 _GATEWAY = {"host": "host", "port": "http_port", "grpc_port": "grpc_port"}
 _TLS = {"ssl_certfile": "certificate", "ssl_keyfile": "key", "ssl_ca_certs": "client_ca"}
@@ -43,6 +42,12 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         "With a MODEL (hub id or directory), every flag of `vllm serve` is taken under vLLM's name, for example "
         "--tensor-parallel-size, --speculative-config, --max-model-len or --enable-auto-tool-choice."
     )
+
+
+def given_own_flags(own: argparse.Namespace) -> list[str]:
+    """Returns those of the flags of ``add_own_flags`` that are given, as they are written."""
+    names = ("drafter_tensor_parallel_size", "drafter_placement", "num_replicas")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(own, name) is not None]
 
 
 def config_from_flags(model: str, own: argparse.Namespace, flags: Sequence[str]) -> OutriderConfig:
@@ -116,14 +121,12 @@ def speculator(model: str) -> tuple[str, dict[str, Any]] | None:
     Such a checkpoint's ``config.json`` has a ``speculators_config`` with algorithm, verifier and number of tokens
     (https://github.com/vllm-project/speculators).
     """
-    path = Path(model).expanduser() / "config.json"
-    document = json.loads(path.read_text()) if path.is_file() else {}
-    section = document.get("speculators_config")
+    section = checkpoint_document(model).get("speculators_config")
     if not isinstance(section, Mapping):
         return None
     target = (section.get("verifier") or {}).get("name_or_path")
     if not target:
-        raise ConfigError(f"{path}: speculators_config.verifier.name_or_path: required, but missing")
+        raise ConfigError(f"{model}/config.json: speculators_config.verifier.name_or_path: required, but missing")
     proposals = section.get("proposal_methods") or [{}]
     speculative = {"method": section.get("algorithm", "eagle3"), "model": model}
     if (number := proposals[0].get("speculative_tokens")) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import time
@@ -20,21 +19,18 @@ from outrider.actors.serving.registry_client import RegistryClient
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.drafter_registry import Member, fingerprint
-from outrider.cluster.placement import NAMESPACE
 from outrider.deploy.app import engine_on_gpu, plan_replica
 from outrider.deploy.models.check import check_models, num_common_tokens
+from outrider.deploy.ray_cluster import start_ray
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("outrider")
 
-OBJECT_STORE_BYTES = 256 << 20
 SAID_EVERY_S = 60.0
 LINK_WITHIN_S = 60.0
 """Seconds within which a loaded drafter must be linked."""
-
-WORKER_NICENESS = ("RAY_worker_niceness", "0")
 
 
 class LocalReplica:
@@ -62,7 +58,7 @@ class LocalReplica:
         self._registry: RegistryClient | None = None
         try:
             if self._started_ray:
-                start_ray(plan.total("CPU", 1, 0))
+                start_ray(plan.total("CPU", 1, 0), logger.warning, address=os.environ.get("RAY_ADDRESS"))
             self._group = _bundles(plan.placement)
             self._launch = Launch(
                 self.config,
@@ -116,24 +112,6 @@ class LocalReplica:
         self._drafter = self._registry = self._group = None
         if self._started_ray:
             ray.shutdown()
-
-
-def start_ray(needed_cpus: float) -> None:
-    """Starts a Ray cluster that ends with this process, or connects to the one that RAY_ADDRESS names."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(*WORKER_NICENESS)
-    logs = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address := os.environ.get("RAY_ADDRESS"):
-        ray.init(address, namespace=NAMESPACE, **logs)
-        return
-    ray.init(
-        "local",
-        namespace=NAMESPACE,
-        num_cpus=max(os.cpu_count() or 1, math.ceil(needed_cpus)),  # logical: ranks that share cores need bundles, too
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        **logs,
-    )
 
 
 def _bundles(placement: Any) -> Any:

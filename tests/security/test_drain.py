@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.ports import pick_free_port
-from outrider.deploy.server import WORKER_NICENESS
+from outrider.deploy.ray_cluster import WORKER_NICENESS
 from outrider.v1 import generation_pb2 as pb
 from tests.support.cluster.outrider_serve import ENDS_WITHIN_S, Served, outrider_serve
 from tests.support.cluster.serving import HANG_GUARD_S, Models, wait_until

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import pytest
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy import app, cli
 from outrider.deploy.app import config_from_args
+from outrider.deploy.cli import serve
 from outrider.deploy.ports import pick_free_port, port_is_free, settle_ports
 from outrider.deploy.processes import Stopped, StopSignal
 from outrider.deploy.server import shortened
@@ -229,3 +231,16 @@ def test_the_cause_of_a_failed_start_is_one_line() -> None:
         "ValidationError: 1 validation error for ModelConfig Value error, the checkpoint"
     )
     assert shortened("it just\nended") == "it just ended"
+
+
+def test_a_flag_of_a_model_is_not_ignored_beside_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "smollm2", "--num-replicas", "2", "--print-config"]) == 1
+    assert "--num-replicas: belongs to a MODEL" in capsys.readouterr().err
+
+
+def test_a_preset_may_be_named_as_a_configuration_and_is_read_twice() -> None:
+    """Before its models are fetched, and after."""
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    args, args.flags = parser.parse_args(["--config", "smollm2"]), []
+    assert serve.resolve(args) == serve.resolve(args)

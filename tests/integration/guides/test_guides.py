@@ -37,8 +37,6 @@ GUIDES = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 15},
 }  # fmt: skip
 
-IN_EVERY_RUN = ("draft model",)
-
 MORE_ARGUMENTS = {
     "ngram": {"cudagraph_capture_sizes": [6, 12, 18, 24]},  # n * (K + 1); without effect on CPU
     "draft model": {"compilation_config": {"cudagraph_capture_sizes": [6, 12, 18, 24]}},
@@ -101,13 +99,9 @@ def check(names, models, heads):
 
 
 @pytest.mark.exhaustive
-def test_a_guide_s_draft_model(models, heads):
-    check(IN_EVERY_RUN, models, heads)
-
-
-@pytest.mark.exhaustive
-def test_the_other_methods_of_the_guides(models, heads):
-    check([name for name in GUIDES if name not in IN_EVERY_RUN], models, heads)
+def test_each_method_of_the_guides(models, heads):
+    """In every run, test_llm.py has a draft model and test_mlp_speculator.py has heads."""
+    check(list(GUIDES), models, heads)
 
 
 def test_former_names_say_what_is_written_today(models):

@@ -44,9 +44,9 @@ def main() -> None:
     """Runs one job after the other on one Ray cluster."""
     import ray
 
-    from outrider.deploy.llm.local import start_ray
+    from outrider.deploy.ray_cluster import start_ray
 
-    start_ray(16.0)
+    start_ray(16.0, print)
     print(json.dumps([_run(job) for job in json.loads(sys.stdin.read())]))
     ray.shutdown()
 

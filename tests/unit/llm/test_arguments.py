@@ -189,3 +189,13 @@ def test_the_flags_of_a_guide_to_mtp():
     assert (drafter["placement"], drafter["method"], config.num_speculative_tokens) == ("co_located", "deepseek_mtp", 2)
     assert drafter["disable_padded_drafter_batch"] == "False", "vLLM reads it"
     assert (config.served_model_name, config.serving.gateway.http_port) == ("dsv3", 20004)
+
+
+def test_a_checkpoint_directory_is_found_from_anywhere_and_a_missing_one_is_told(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path.parent)
+    relative = f"./{tmp_path.name}"
+    config = config_from_arguments(relative, {"method": "draft_model", "model": relative})
+    assert (config.target.model, config.drafter.model) == (str(tmp_path), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^speculative_config.model: /no/such does not exist"):
+        config_from_arguments(relative, {"method": "draft_model", "model": "/no/such"})

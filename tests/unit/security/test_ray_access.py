@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from outrider.deploy import ray_access
-from outrider.deploy.server import cluster_of_its_own
+from outrider.deploy.ray_cluster import cluster_of_its_own
 
 
 def test_the_dashboard_of_a_cluster_of_its_own_is_asked_for_on_this_machine_alone() -> None:
     """What then listens, tests/security/test_drain.py looks up on a running server."""
-    options = cluster_of_its_own(2)
+    options = cluster_of_its_own(2, dashboard=True)
     assert options["include_dashboard"]
     assert ip_address(options["dashboard_host"]).is_loopback
     assert options["address"] == "local", "no cluster that happens to run here is taken for it"
