@@ -40,7 +40,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
 
 
-_YAML = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]
+    """Reads dates as text, since no value of a configuration is a date.
+
+    lmformatenforcer, which vLLM imports, makes that change to PyYAML's own loader of the whole process.
+    """
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
 
 
 class DuplicateKeyError(yaml.MarkedYAMLError):
@@ -49,7 +56,7 @@ class DuplicateKeyError(yaml.MarkedYAMLError):
 
 def read_yaml(text: str) -> Any:
     """Returns one decoded document. Raises YAMLError, or DuplicateKeyError, which is one."""
-    loader = _YAML(text)
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:

@@ -99,10 +99,15 @@ def test_an_interrupted_wait_cancels_the_request(client: OutriderClient, service
     def waits(frame: FrameType | None) -> bool:
         return frame is not None and (frame.f_code.co_name == "result" or waits(frame.f_back))
 
+    # A shell starts what it puts in the background with SIGINT ignored, CI among it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     pressing = threading.Thread(target=press)
     pressing.start()
-    with pytest.raises(KeyboardInterrupt) as caught:
-        client.generate("hang")
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            client.generate("hang")
+    finally:
+        signal.signal(signal.SIGINT, before)
     pressing.join()
     assert caught.tb is not None, "it keeps the call from being collected, which would cancel it too"
     assert service.cancelled.wait(HANG_GUARD_S)
