@@ -186,7 +186,7 @@ class DraftModelProposer:
             return sequence.no_drafts(ProposalStatus.NOT_READY)
         if look_up is not None and (drafts := look_up()):
             return sequence.propose(drafts)
-        return sequence.answer()
+        return sequence.answer(self._outcomes)
 
     def close(self, sequence: ModelSequence) -> None:
         del self._sequences[sequence]
@@ -267,7 +267,7 @@ class DraftModelProposer:
                 logger.warning(problem, sequence.key, extra=sequence.about())
             if not sequence.drew(chain, row.draws, (drawn, *drawn.at_masks)):
                 continue
-            answer = sequence.answer() if chain is sequence.main else None
+            answer = sequence.answer(self._outcomes) if chain is sequence.main else None
             if answer is not None:
                 self.outbox.add(sequence, answer)
             elif self.sends_ahead and (proposal := sequence.prefetched(chain)) is not None:
