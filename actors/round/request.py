@@ -209,8 +209,6 @@ class Request:
         sampling = sampling_of(params, deployment.verification)
         most = deployment.num_speculative_tokens
         max_drafts = max(0, min(carried(params).get("num_speculative_tokens", most), most))
-        # Rejection needs the drafts of one chain. A grammar's masks are made for one chain of drafts.
-        is_chain = sampling.mode.samples_q or params.structured_outputs is not None
         if max_drafts:
             top_n = min(deployment.draft_top_n, deployment.vocab_size)
             sampling = as_drafted(sampling, params, top_n, deployment.vocab_size)
@@ -218,14 +216,22 @@ class Request:
             if (adapter or shows_pictures) and deployment.remembers_answers:
                 tenant = _tenant_of(tenant, acceptance_group(adapter, shows_pictures))
             sampling = replace(sampling, tenant=tenant, adapter=deployment.draft_adapters.get(adapter, 0))
-        num_paths = 1 if is_chain else deployment.num_paths
-        return cls(request_id, params, sampling, token_ids, num_prompt_tokens, max_drafts, num_paths)
+        request = cls(request_id, params, sampling, token_ids, num_prompt_tokens, max_drafts)
+        request.num_paths = deployment.num_paths if max_drafts and request.why_chain is None else 1
+        return request
 
     def detach(self) -> None:
         """Forgets the handle: no answer to a commit counts any more, nor any prefetched proposal."""
         self.handle, self.ready = None, False
         self.asked = self.awaited = False
         self.ahead.clear()
+
+    @property
+    def why_chain(self) -> str | None:
+        """Returns why its draft tree has one path, however many are configured; None: it may have more."""
+        if self.params.structured_outputs is not None:
+            return "structured_output"  # whose masks are made for one chain of drafts
+        return "verification" if self.sampling.mode.samples_q else None  # rejection needs the drafts of one chain
 
     @property
     def output_token_ids(self) -> list[int]:

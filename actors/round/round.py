@@ -201,6 +201,9 @@ class Round:
         self._wanted: Counter[int] = Counter()
         """Commits by the number of drafts wanted."""
 
+        self._chains: Counter[str] = Counter()
+        """Requests that verify one path where others verify several, by the reason."""
+
         self._clock = clock
         self._tracer = tracer
         self._recorder = recorder
@@ -441,6 +444,7 @@ class Round:
             "stale": drafter.stale,
             "unusable": drafter.unusable,
             "refused": {status.name.lower(): count for status, count in drafter.refused.items()},
+            "chain": dict(self._chains),
             "wanted": {str(k): count for k, count in sorted(self._wanted.items())},
             "degraded": dict(drafter.degraded),
             "length_controller_failures": self._lengths.failures,
@@ -468,6 +472,8 @@ class Round:
         if self._tracer is not None and (headers := carried(arrival.params).get("trace_headers")) is not None:
             request.trace = self._tracer.track(headers)
         if request.max_drafts:
+            if self.deployment.num_paths > 1 and request.why_chain is not None:
+                self._chains[request.why_chain] += 1
             group = acceptance_group(arrival.adapter, has_pictures)
             request.estimate = self._lengths.track(request.max_drafts, group)
         if self._recorder is not None:
