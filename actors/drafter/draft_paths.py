@@ -18,21 +18,19 @@ if TYPE_CHECKING:
     from outrider.actors.drafter.outcomes import OutcomeModel
 
 
-def draft_paths(sequence: ModelSequence, count: int, outcomes: OutcomeModel) -> tuple[tuple[DraftPath, ...], float]:
-    """Returns the further paths beside the main line's first `count` drafts, those with the best rows first, and by
-    which share the round would gain if each of their branches had one more token.
+def draft_paths(sequence: ModelSequence, count: int, outcomes: OutcomeModel) -> tuple[DraftPath, ...]:
+    """Returns the further paths beside the main line's first `count` drafts, those with the best rows first.
 
     A path is worth the probability of its outcome times the tokens that follow if it is the right one, by the rate at
     which drafts are accepted.
     """
     base, main, keep = sequence.committed_len, sequence.main, outcomes.usual_acceptance
     end = base + max(count, min(sequence.num_wanted, sequence.max_len - base))
-    found: list[tuple[DraftPath, float]] = []
-    tokens, reach = 1.0, 1.0
+    found: list[DraftPath] = []
+    reach = 1.0
     for position in range(base, base + count):
         drawn = main.at(position)
         if drawn is None:  # a look-up's
-            tokens += reach
             continue
         for outcome in outcomes.outcomes(reach, position, drawn):
             side = sequence.sides.get((position, outcome.token))
@@ -42,11 +40,7 @@ def draft_paths(sequence: ModelSequence, count: int, outcomes: OutcomeModel) -> 
             elif sequence.one_pass:
                 branch += main.ids(position + 1, base + count)
             gain = outcome.value * (1 - keep ** len(branch)) / (1 - keep)
-            more = outcome.value * keep ** len(branch) if position + len(branch) < end else 0.0
-            found.append((DraftPath([*main.ids(base, position), *branch], gain), more))
+            found.append(DraftPath([*main.ids(base, position), *branch], gain))
         reach *= outcomes.acceptance(drawn)
-        tokens += reach
-    found.sort(key=lambda entry: -entry[0].gain / (1 + len(entry[0].token_ids)))
-    best = found[: sequence.num_paths - 1]
-    tokens += sum(path.gain for path, _ in best)
-    return tuple(path for path, _ in best), sum(more for _, more in best) / tokens
+    found.sort(key=lambda path: -path.gain / (1 + len(path.token_ids)))
+    return tuple(found[: sequence.num_paths - 1])

@@ -378,12 +378,8 @@ class ModelSequence(Sequence):
         enough = min(self.num_on_miss, self.num_wanted, self.max_len - self.committed_len)
         return max(enough - self.num_drafted, 0)
 
-    def answer(self, outcomes: OutcomeModel, step_share: float = math.inf) -> Proposals | None:
-        """Returns the answer to the commit, once as many drafts are there as are worth waiting for. None: not yet.
-
-        Args:
-            step_share: the share of a round that another step takes, which longer branches must be worth.
-        """
+    def answer(self, outcomes: OutcomeModel) -> Proposals | None:
+        """Returns the answer to the commit, once as many drafts are there as are worth waiting for. None: not yet."""
         if not self.due:
             return None
         if self.num_missing:
@@ -394,9 +390,7 @@ class ModelSequence(Sequence):
         q = stacked_q(drawn) if self.sampling.mode.samples_q else None
         answer = self.drafts(self.main.ids(start, start + count), q, self.origin)
         if count and self.num_paths > 1:
-            answer.paths, grows_by = draft_paths(self, count, outcomes)
-            if grows_by > step_share:
-                return None
+            answer.paths = draft_paths(self, count, outcomes)
         self.answered(count)
         return answer
 

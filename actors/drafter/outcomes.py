@@ -150,33 +150,3 @@ class StepCost:
     def mean_s(self) -> float:
         """Returns the duration of a recent step; 0 before the first."""
         return self._seconds / self._weight if self._weight else 0.0
-
-
-_PACE_KEEP = 1 - 1 / 32
-
-
-class Committed(Protocol):
-    """Knows when its last commit was."""
-
-    committed_at: float
-
-
-class Pace:
-    """Estimates which share of a round a step of the drafter takes."""
-
-    def __init__(self, cost: StepCost) -> None:
-        self._cost = cost
-        self._round_s = 0.0
-
-    def observe(self, sequence: Committed, now_s: float) -> None:
-        """Notes a commit. A longer pause than usual is no round."""
-        before_s, sequence.committed_at = sequence.committed_at, now_s
-        if not before_s:
-            return
-        round_s = now_s - before_s
-        self._round_s = self._round_s or round_s
-        self._round_s += (1 - _PACE_KEEP) * (min(round_s, 2 * self._round_s) - self._round_s)
-
-    @property
-    def step_share(self) -> float:
-        return self._cost.mean_s / self._round_s if self._round_s and self._cost.mean_s else math.inf

@@ -245,8 +245,6 @@ class StepPlanner:
             worth = keep**sequence.num_drafted
             if self._add_main(step, sequence):
                 step.worth += worth
-            if sequence.due and sequence.adopted is not None and sequence.num_paths > 1:
-                self._allocate(sequence, sequence.main.end)  # side branches share the blocks
             if not sequence.due or sequence.num_paths > 1:
                 self._spawn(sequence)
                 answered.setdefault(sequence.key[0], []).append(sequence)
@@ -260,10 +258,6 @@ class StepPlanner:
             if draws and self._has_room(step, draws[-1].position - chain.num_computed):
                 self._add_row(step, sequence, chain, side.blocks, draws)
                 step.worth += worth
-        grows = {sequence for sequence, _ in step.targets}
-        for sequence in due:
-            if sequence not in grows and (answer := sequence.answer(self._outcomes)) is not None:
-                self._outbox.add(sequence, answer)
         return self._finished(step)
 
     def prefill(self, idle: bool = False) -> DraftStep | None:
@@ -339,7 +333,7 @@ class StepPlanner:
         none, or cannot have one for want of KV blocks."""
         is_due, draws = sequence.due, sequence.next_draws(sequence.main)
         if not draws:
-            if sequence.num_paths == 1 and (answer := sequence.answer(self._outcomes)) is not None:
+            if (answer := sequence.answer(self._outcomes)) is not None:
                 self._outbox.add(sequence, answer)
             return False
         end = draws[-1].position

@@ -54,9 +54,6 @@ class Sequence:
         self.asked_len: int | None = None
         """The committed length of the commit that waits for its answer; None: none waits."""
 
-        self.committed_at = 0.0
-        """When the last commit was applied."""
-
         self.asked_at = 0.0
         """When that commit arrived."""
 
