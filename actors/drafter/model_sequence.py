@@ -271,7 +271,7 @@ class ModelSequence(Sequence):
         first = draws[0].position
         if not self.holds(chain) or chain.end != first:
             return False
-        if not self.free_of_rounds:
+        if self.one_pass or not self.free_of_rounds:
             as_now = itertools.takewhile(
                 lambda pair: pair[0] == pair[1], zip(draws, self.next_draws(chain), strict=False)
             )
@@ -316,8 +316,8 @@ class ModelSequence(Sequence):
         self.origin = DraftOrigin.MISS
         if side is not None:
             self._adopt(side)
-        elif matched == len(token_ids) and (self.free_of_rounds or sent == matched - 1):
-            # Drawn for the round that starts here, or for any.
+        elif matched == len(token_ids) and (sent == matched - 1 or (self.free_of_rounds and not self.one_pass)):
+            # Drawn for the round that starts here, or for any. After masks only those that stand for what was sent.
             self.origin = DraftOrigin.MAIN_LINE if self.num_drafted > 0 else DraftOrigin.MISS
         else:
             self.main = DraftChain(end, num_computed=min(main.num_computed, base + matched, end - 1))
