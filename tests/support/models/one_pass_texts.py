@@ -53,9 +53,9 @@ def main(model):
 
     def reference(text, count):
         with torch.inference_mode():
-            logits = plain(torch.tensor([[*text, *[MASK] * (count - 1)]])).logits[0, len(text) - 1 :]
-        report["mask_is_likeliest"] = report.get("mask_is_likeliest", 0) + int((logits.argmax(-1) == MASK).sum())
-        logits[:, MASK] = -torch.inf
+            logits = plain(torch.tensor([[*text, *[MASK] * (count - 1)]])).logits[0, len(text) - 1 :].clone()
+            report["mask_is_likeliest"] = report.get("mask_is_likeliest", 0) + int((logits.argmax(-1) == MASK).sum())
+            logits[:, MASK] = -torch.inf
         return logits
 
     def differences(text, answer, sampling):
