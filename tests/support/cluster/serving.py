@@ -67,7 +67,7 @@ class Models:
 
     wide_drafter: Path
     one_pass: Path
-    """The target with a mask token, as a drafter: the first of its drafts is the target's own, the others seldom are."""
+    """The target with a mask token, as a drafter: the first of its drafts is the target's own, others seldom are."""
 
     adapters: dict[str, Path]
     """Adapters of the target, by name."""
