@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from outrider.actors.drafter.engine import Engine
 from outrider.actors.drafter.model_sequence import NUM_ALTERNATIVES, ModelSequence
-from outrider.actors.drafter.outcomes import OutcomeModel, StepCost
+from outrider.actors.drafter.outcomes import OutcomeModel, Pace, StepCost
 from outrider.actors.drafter.planner import DraftStep, LookaheadLimits, StepPlanner
 from outrider.actors.drafter.proposer import Outbox, S, SequenceKey, Work
 from outrider.actors.drafter.vocabulary import DraftVocabulary
@@ -106,6 +106,7 @@ class DraftModelProposer:
 
         self._outcomes = OutcomeModel(NUM_ALTERNATIVES)
         self._cost = StepCost()
+        self._pace = Pace(self._cost)
         self._planner = StepPlanner(
             engine,
             self._sequences.keys(),
@@ -116,6 +117,7 @@ class DraftModelProposer:
             self.outbox,
             clock,
         )
+        self._clock = clock
         self.sends_ahead = True
         """Drafts are sent for outcomes that have not come yet. False where each commit decides whose drafts answer."""
 
@@ -155,6 +157,7 @@ class DraftModelProposer:
                 which are the answer then and from which the model drafts ahead; None: the model's drafts are.
         """
         was_due, base = sequence.due, sequence.committed_len
+        self._pace.observe(sequence, self._clock())
         if was_due and sequence.can_draft:
             self.outbox.add(sequence, sequence.drafts([], origin=DraftOrigin.NONE))
         if sequence.sent is not None:
@@ -186,7 +189,7 @@ class DraftModelProposer:
             return sequence.no_drafts(ProposalStatus.NOT_READY)
         if look_up is not None and (drafts := look_up()):
             return sequence.propose(drafts)
-        return sequence.answer()
+        return sequence.answer(self._outcomes, self._pace.step_share)
 
     def close(self, sequence: ModelSequence) -> None:
         del self._sequences[sequence]
@@ -253,6 +256,7 @@ class DraftModelProposer:
     def _take_results(self, step: DraftStep) -> None:
         """Appends what was drawn, and sends the answers and prefetched proposals that this completes."""
         prefetched: list[tuple[ModelSequence, PrefetchedProposal]] = []
+        trees: dict[ModelSequence, None] = {}
         for row, (sequence, chain), drawn in zip(step.plan.rows, step.targets, step.drawn, strict=True):
             if sequence not in self._sequences:  # closed meanwhile
                 continue
@@ -267,11 +271,17 @@ class DraftModelProposer:
                 logger.warning(problem, sequence.key, extra=sequence.about())
             if not sequence.drew(chain, row.draws, (drawn, *drawn.at_masks)):
                 continue
-            answer = sequence.answer() if chain is sequence.main else None
+            if sequence.num_paths > 1:  # its branches are in the answer too
+                trees[sequence] = None
+                continue
+            answer = sequence.answer(self._outcomes) if chain is sequence.main else None
             if answer is not None:
                 self.outbox.add(sequence, answer)
             elif self.sends_ahead and (proposal := sequence.prefetched(chain)) is not None:
                 prefetched.append((sequence, proposal))
+        for sequence in trees:
+            if (answer := sequence.answer(self._outcomes, self._pace.step_share)) is not None:
+                self.outbox.add(sequence, answer)
         for sequence, proposal in prefetched:  # after the answers, which targets wait for
             self.outbox.add(sequence, proposal)
         if any(drawn is not None for drawn in step.drawn):

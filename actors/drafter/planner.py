@@ -245,7 +245,9 @@ class StepPlanner:
             worth = keep**sequence.num_drafted
             if self._add_main(step, sequence):
                 step.worth += worth
-            if not sequence.due:
+            if sequence.due and sequence.adopted is not None and sequence.num_paths > 1:
+                self._allocate(sequence, sequence.main.end)  # side branches share the blocks
+            if not sequence.due or sequence.num_paths > 1:
                 self._spawn(sequence)
                 answered.setdefault(sequence.key[0], []).append(sequence)
         row_share = self._cost.row_share
@@ -258,6 +260,10 @@ class StepPlanner:
             if draws and self._has_room(step, draws[-1].position - chain.num_computed):
                 self._add_row(step, sequence, chain, side.blocks, draws)
                 step.worth += worth
+        grows = {sequence for sequence, _ in step.targets}
+        for sequence in due:
+            if sequence not in grows and (answer := sequence.answer(self._outcomes)) is not None:
+                self._outbox.add(sequence, answer)
         return self._finished(step)
 
     def prefill(self, idle: bool = False) -> DraftStep | None:
@@ -333,7 +339,7 @@ class StepPlanner:
         none, or cannot have one for want of KV blocks."""
         is_due, draws = sequence.due, sequence.next_draws(sequence.main)
         if not draws:
-            if (answer := sequence.answer()) is not None:
+            if sequence.num_paths == 1 and (answer := sequence.answer(self._outcomes)) is not None:
                 self._outbox.add(sequence, answer)
             return False
         end = draws[-1].position
@@ -410,23 +416,22 @@ class StepPlanner:
         limits = self._limits
         if sequence.adopted is not None or limits.max_side_branches == 0:
             return
-        open_outcomes = sequence.open_outcomes()
-        if not open_outcomes:
-            return
+        if sequence.num_paths > 1:
+            for side in sequence.sides.values():  # they may be of an earlier round
+                reach = self._outcomes.reach(sequence.main, sequence.committed_len, side.chain.start)
+                side.value = reach * side.share
         found: list[Outcome] = []
-        reach, at = 1.0, sequence.committed_len
-        for position, drawn in open_outcomes:
-            while at < position:
-                before = sequence.main.at(at)
-                reach *= self._outcomes.acceptance(before) if before is not None else 1.0
-                at += 1
+        for position, drawn in sequence.open_outcomes():
+            reach = self._outcomes.reach(sequence.main, sequence.committed_len, position)
             found += self._outcomes.outcomes(reach, position, drawn)
         found = [o for o in found if o.value >= self._cost.row_share and o.position + 1 < sequence.max_len]
         found.sort(key=lambda outcome: -outcome.value)
         for outcome in found[: max(limits.max_side_branches - len(sequence.sides), 0)]:
             computed = min(sequence.main.num_computed, outcome.position)
             chain = DraftChain(outcome.position, [outcome.token], [None], num_computed=computed)
-            side = SideBranch(chain, outcome.value)
-            if not self.branches.allocate(sequence.blocks, side, outcome.position + 1 + sequence.num_wanted):
+            side = SideBranch(chain, outcome.value, outcome.share)
+            last = outcome.position if sequence.num_paths == 1 else sequence.bonus_at
+            chain.limit = last + 1 + sequence.num_wanted
+            if not self.branches.allocate(sequence.blocks, side, chain.limit):
                 return
             sequence.sides[outcome.position, outcome.token] = side

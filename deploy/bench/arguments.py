@@ -14,6 +14,9 @@ from outrider.deploy.cli.arguments import address, positive
 
 DEFAULT_KS = (2, 3, 4, 6)
 
+ONE_PASS_KS = (4, 8, 12, 16)
+"""Drafts that cost one pass pay further out."""
+
 PASSED_ON = {
     "--dataset-name": ("custom", "data set by vLLM's name: custom, sharegpt, speed_bench, random, hf, …"),
     "--dataset-path": (None, "file, directory or hub id of the data set; custom: .jsonl with a field prompt"),
@@ -57,8 +60,9 @@ def _add_other(other: argparse._ArgumentGroup) -> None:
     other.add_argument("--against-config", metavar="JSON", type=json.loads, action="append",
                        help="vllm: a speculative_config of vLLM's to try, without num_speculative_tokens; may be given "
                        "several times (default: our drafter, and one-pass where it was made for that)")  # fmt: skip
-    other.add_argument("--against-k", metavar="K,K", type=_numbers, default=DEFAULT_KS,
-                       help="vllm: numbers of drafts to try, of which the fastest runs (2,3,4,6)")  # fmt: skip
+    other.add_argument("--against-k", metavar="K,K", type=_numbers,
+                       help="vllm: numbers of drafts to try, of which the fastest runs (2,3,4,6; one-pass "
+                       "4,8,12,16)")  # fmt: skip
     other.add_argument("--other-cores", metavar="IDS", action="append",
                        help="VLLM_CPU_OMP_THREADS_BIND of vLLM's server, e.g. 0,1 or 0-3|4-7; given several times, "
                        "each is tried (all of ours)")  # fmt: skip
@@ -89,7 +93,11 @@ def candidates(args: argparse.Namespace, config: OutriderConfig) -> list[dict[st
     if args.against == "plain":
         return [None]
     kinds = args.against_config or _as_ours(config.drafter)
-    return [{**kind, "num_speculative_tokens": k} for kind in kinds for k in args.against_k]
+    return [
+        {**kind, "num_speculative_tokens": k}
+        for kind in kinds
+        for k in args.against_k or (ONE_PASS_KS if kind.get("parallel_drafting") else DEFAULT_KS)
+    ]
 
 
 def _as_ours(drafter: Any) -> list[dict[str, Any]]:
@@ -107,10 +115,12 @@ def _as_ours(drafter: Any) -> list[dict[str, Any]]:
 
 
 def drafts_in_one_pass(model: str) -> bool:
-    """Returns whether a checkpoint has a mask token, which vLLM's parallel_drafting needs."""
+    """Returns whether a checkpoint, or one on the hub, has a mask token, which vLLM's parallel_drafting needs."""
+    from transformers import PretrainedConfig
+
     try:
-        known = json.loads((Path(model) / "config.json").read_text())
-    except OSError:  # a hub id: give --against-config to try it
+        known, _ = PretrainedConfig.get_config_dict(model)
+    except OSError:  # nowhere to be found, as the server will say
         return False
     return mask_token(known) is not None
 

@@ -129,6 +129,8 @@ def _below(report: Report) -> list[str]:
                 lines.append(f"ours / other, {label}: {found['ratio']:.3f}{spread} ({found['pairs']} pairs)")
         equal = report["same_answers"]
         lines.append(f"same answers: {equal['same']} of {equal['of']}")
+    tried = report.get("other", {}).get("settings", {}).get("tried", ())
+    lines += [f"tried {each['name']}: {each['tok_per_s']:.2f} tok/s" for each in tried]
     here = report["machine"]
     lines.append(
         ", ".join([here["cpu"], f"{len(here['cores'])} cores", *here["accelerators"]])

@@ -146,7 +146,7 @@ class Run:
                 continue
             finally:
                 rival.server.stop()
-            tried.append({"speculative": speculative, "cores": cores, "tok_per_s": speed})
+            tried.append({"name": name, "speculative": speculative, "cores": cores, "tok_per_s": speed})
             self._progress.say(f"{name}: {speed:.2f} tok/s on {self._few} prompts")
         if settings and not tried:
             raise BenchError(f"--against {self._args.against}: vLLM refused every setting; the lines above say why")

@@ -22,7 +22,7 @@ from outrider.deploy.preset import locate
 
 logger = logging.getLogger("outrider")
 
-SPECULATION_KEYS = ("verification", "draft_top_n", "adaptive", "draft_ahead", "max_side_branches")
+SPECULATION_KEYS = ("num_paths", "verification", "draft_top_n", "adaptive", "draft_ahead", "max_side_branches")
 """Keys of the ``speculation`` section that may stand in ``speculative_config``, beside vLLM's own."""
 
 RANKS_ARE_RAY_ACTORS = ("distributed_executor_backend", "disable_log_stats")

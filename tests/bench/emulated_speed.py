@@ -32,11 +32,14 @@ from tests.bench.emulation.progress import FullRounds
 from tests.bench.emulation.rounds import RoundTimes, rounds_of
 from tests.bench.emulation.trace import read_trace, read_traces
 
-SIDES = ("plain", "in-process", "in-process-tp", "outrider")
-"""Measured where none is named. outrider-plain, which serves without a drafter, is the other one there is."""
+SIDES = ("plain", "in-process", "in-process-tp", "in-process-one-pass", "outrider")
+"""Measured where none is named."""
 
-LADDER = (1, 2, 3, 4, 6, 8, 12)
-"""Every K that ``--k best`` may come to. 12 is beyond what any of the profiles gains from."""
+OTHER_SIDES = ("outrider-one-pass", "outrider-plain")
+"""A one-pass drafter of its own, and serving without a drafter."""
+
+LADDER = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Every K that ``--k best`` may come to. 16 is beyond what any of the profiles gains from."""
 
 _LOOK_EVERY_S = 1.0
 
@@ -69,14 +72,14 @@ class Run:
         if side.is_served:
             yield from self._outrider(side, k, loads)
             return
-        drafter = {"in-process": self.pair.drafter, "in-process-tp": self.pair.drafter_in_process}.get(side.name)
         job = in_process.Job(
             str(self.pair.target),
-            str(drafter) if drafter else None,
+            str(self.pair.drafters[side.sharded, side.one_pass]) if side.drafter else None,
             k,
             loads,
             str(self.pair.traces),
             not self.args.synchronous_rivals,
+            side.one_pass,
         )
         log = self.directory / f"{side.name}-{k}.log"
         for load, answered in zip(loads, in_process.run(job, self.directory, log), strict=True):
@@ -89,7 +92,7 @@ class Run:
             sections["drafter"] = {"placement": "pool", "num_drafters": 1, "max_num_seqs": most * targets}
             # As many as a target runs, so that the load is shared out evenly.
             sections["serving"] = {"num_replicas": targets, "max_ongoing_requests": most}
-        config = served.configuration(self.pair, k, most, sections)
+        config = served.configuration(self.pair, k, most, sections, side.one_pass)
         if side.drafter is None:
             del config["drafter"], config["speculation"]
         with served.serving(config, self.directory, f"{side.name}-{k}") as client:
@@ -164,7 +167,7 @@ def main() -> None:
     parser.add_argument("--profile", choices=PROFILES, default="70b-8b")
     parser.add_argument("--text", choices=TEXTS, default="stated", help="how the drafter follows the target")
     parser.add_argument(
-        "--sides", type=lambda text: text.split(","), default=list(SIDES), help=", ".join((*SIDES, "outrider-plain"))
+        "--sides", type=lambda text: text.split(","), default=list(SIDES), help=", ".join((*SIDES, *OTHER_SIDES))
     )
     parser.add_argument("--batches", type=numbers, default=list(BATCHES), help="concurrent requests")
     ladder = ", ".join(map(str, LADDER))

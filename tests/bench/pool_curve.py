@@ -40,7 +40,8 @@ ROUND_HOST_S, STEP_HOST_S = 0.4e-3, 0.1e-3
 CONFIDENCES = (0.9997, 0.0002, 0.0001)
 """Of a draft and its alternatives, as an emulated model has them."""
 
-RIVALS_K = range(1, 13)
+RIVALS = ("in-process", "in-process-tp", "in-process-one-pass")
+RIVALS_K = range(1, 17)
 PROMPT_TOKENS = 32
 TOKENS = TokenRange.of(256, 1 << 15, lanes=256)
 
@@ -249,7 +250,7 @@ def best_rivals(profile: Profile, text: Text, batch: int) -> dict[str, tuple[int
     """By side: its best K and what it gives, tok/s."""
     sides = sides_of(profile)
     found = {}
-    for name in ("in-process", "in-process-tp"):
+    for name in RIVALS:
         speeds = {k: ceiling(sides[name], profile.target, text, batch, k).expected for k in RIVALS_K}
         best = max(speeds, key=lambda k: speeds[k])
         found[name] = best, speeds[best]
@@ -287,7 +288,7 @@ def main() -> None:
     options = parser.parse_args()
     text = TEXTS[options.text]
     columns = ("profile", "K", "batch", "targets", "tok/s a target", "per acc.", "tokens a round", "of one target's",
-               "per acc. over in-process (K)", "over in-process-tp (K)")  # fmt: skip
+               *(f"per acc. over {name} (K)" for name in RIVALS))  # fmt: skip
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     profiles = [PROFILES[name] for name in options.profiles.split(",")]
     lengths = list(map(int, options.k.split(",")))

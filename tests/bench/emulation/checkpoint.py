@@ -41,6 +41,7 @@ def write_checkpoint(path: Path, emulation: Emulation, *, vocab_size: int, max_p
         "rope_theta": 10000.0,
         "torch_dtype": "float32",
         KEY: emulation.as_json(),
+        **({} if emulation.mask_token is None else {"pard_token": emulation.mask_token}),
     }
     (path / "config.json").write_text(json.dumps(config, indent=1))
     save_file({"anchor": torch.zeros(HIDDEN_SIZE)}, path / "model.safetensors", {"format": "pt"})

@@ -27,6 +27,9 @@ class Emulation:
     trace_directory: str | None = None
     """Where the model writes when its steps ran. None: nowhere."""
 
+    mask_token: int | None = None
+    """Stands for a token that is yet to be drafted, for a drafter that drafts all of them in one pass."""
+
     polls: bool = False
     """Whether the host polls for the end of a step; else it sleeps."""
 

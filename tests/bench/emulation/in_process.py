@@ -38,6 +38,9 @@ class Job:
     asynchronous: bool = True
     """vLLM schedules as it does on a GPU by default."""
 
+    one_pass: bool = False
+    """vLLM's parallel_drafting: the drafter drafts all tokens in one pass."""
+
 
 @dataclass(frozen=True)
 class Answered:
@@ -119,6 +122,7 @@ def main() -> None:
                 "method": "draft_model",
                 "model": document["drafter"],
                 "num_speculative_tokens": document["k"],
+                "parallel_drafting": document["one_pass"],
             },
         }
     made = LLM(

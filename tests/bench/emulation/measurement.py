@@ -25,6 +25,12 @@ class Side:
     is_served: bool = False
     """Outrider serves it, over the network; else vLLM's engine in one process does."""
 
+    sharded: bool = False
+    """Whether the drafter is sharded over the target's accelerators."""
+
+    one_pass: bool = False
+    """Whether the drafter drafts all tokens in one pass."""
+
     def accelerators_of(self, targets: int) -> float:
         """For each of so many targets that share a drafter."""
         return self.accelerators - self.drafter_accelerators + self.drafter_accelerators / targets
@@ -32,13 +38,16 @@ class Side:
 
 def sides_of(profile: Profile) -> dict[str, Side]:
     """By name. in-process: the drafter as fast as on its own accelerator; in-process-tp: sharded like the target;
+    in-process-one-pass: sharded too, with vLLM's parallel_drafting; outrider-one-pass: a one-pass drafter of its own;
     outrider-plain: served without a drafter."""
-    own = profile.target_accelerators
+    own, drafters = profile.target_accelerators, profile.drafter_accelerators
     sides = (
         Side("plain", None, own),
         Side("in-process", profile.drafter, own),
-        Side("in-process-tp", profile.drafter_in_process, own),
-        Side("outrider", profile.drafter, own + profile.drafter_accelerators, True, profile.drafter_accelerators, True),
+        Side("in-process-tp", profile.drafter_in_process, own, sharded=True),
+        Side("in-process-one-pass", profile.drafter_in_process, own, sharded=True, one_pass=True),
+        Side("outrider", profile.drafter, own + drafters, True, drafters, True),
+        Side("outrider-one-pass", profile.drafter, own + drafters, True, drafters, True, one_pass=True),
         Side("outrider-plain", None, own, is_served=True),
     )
     return {side.name: side for side in sides}
@@ -88,7 +97,12 @@ def ceiling(side: Side, target: StepTime, text: Text, batch: int, k: int) -> Cei
         plain = 1e3 * batch / target.step_ms(batch)
         return Ceiling(plain, plain)
     step, draft = target.step_ms(batch * (k + 1)), side.drafter
-    tokens = 1e3 * batch * text.acceptance_length(k)
+    tokens = 1e3 * batch * text.acceptance_length(k, side.one_pass)
+    if side.one_pass:
+        # In-process the pass also feeds the tokens that were verified, and waits for the target's step.
+        rows = batch * (k + 1 if side.hides_drafts else 2 * k + 1)
+        period = max(step, draft.step_ms(rows)) if side.hides_drafts else step + draft.step_ms(rows)
+        return Ceiling(tokens / period, tokens / period)
     if not side.hides_drafts:
         # The first draft step also feeds the tokens that were verified, rejected ones masked.
         speed = tokens / (step + draft.step_ms(batch * (k + 2)) + (k - 1) * draft.step_ms(batch))

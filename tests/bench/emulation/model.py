@@ -72,7 +72,8 @@ class EmulatedForCausalLM(nn.Module):
         """input_ids, positions: [N]. Returns [N, H]."""
         called = DEVICE.now()
         hidden = self.anchor.new_zeros(len(input_ids), len(self.anchor))
-        ranked = ranked_tokens(input_ids.long(), positions.long(), self.tokens, self.emulation.follows)
+        of = self.emulation
+        ranked = ranked_tokens(input_ids.long(), positions.long(), self.tokens, of.follows, of.mask_token)
         hidden[:, : NUM_RANKED * ID_BYTES] = _to_bytes(ranked)
         key_width = self.attention.num_kv_heads * self.attention.head_size
         keys = hidden[:, :key_width].contiguous()

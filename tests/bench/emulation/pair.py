@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,24 +16,33 @@ VOCAB_SIZE = 2048
 42 ms a round more than 4,096 do, on two cores."""
 
 
+MASK_TOKEN = VOCAB_SIZE - 1
+"""In no lane, so that no text has it."""
+
+
 @dataclass(frozen=True)
 class EmulatedPair:
     """Checkpoint directories of one profile, and where their models write traces."""
 
     target: Path
-    drafter: Path
-    drafter_in_process: Path
+    drafters: dict[tuple[bool, bool], Path]
+    """By whether it is sharded over the target's accelerators, and whether it drafts in one pass."""
+
     traces: Path
 
 
 def write_pair(directory: Path, profile: Profile, text: Text, polls: bool = False) -> EmulatedPair:
     traces = directory / "traces"
     traces.mkdir(parents=True)
-    models = {
-        "target": Emulation("target", profile.target, None, str(traces), polls),
-        "drafter": Emulation("drafter", profile.drafter, text, str(traces), polls),
-        "drafter-in-process": Emulation("drafter", profile.drafter_in_process, text, str(traces), polls),
-    }
-    for name, model in models.items():
-        write_checkpoint(directory / name, model, vocab_size=VOCAB_SIZE)
-    return EmulatedPair(directory / "target", directory / "drafter", directory / "drafter-in-process", traces)
+
+    def write(name: str, model: Emulation) -> Path:
+        return write_checkpoint(directory / name, model, vocab_size=VOCAB_SIZE)
+
+    target = write("target", Emulation("target", profile.target, None, str(traces), polls=polls))
+    drafters = {}
+    for sharded, one_pass in itertools.product((False, True), repeat=2):
+        name = "drafter" + "-sharded" * sharded + "-one-pass" * one_pass
+        time = profile.drafter_in_process if sharded else profile.drafter
+        model = Emulation("drafter", time, text, str(traces), MASK_TOKEN if one_pass else None, polls)
+        drafters[sharded, one_pass] = write(name, model)
+    return EmulatedPair(target, drafters, traces)

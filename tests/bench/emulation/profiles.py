@@ -19,11 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tests.bench.emulation.published import PUBLISHED, SECOND, THIRD
 from tests.bench.emulation.step_time import StepTime
 from tests.bench.emulation.text_process import Text, TextProcess
-
-_AS_ON_HUMANEVAL = (0.735, 0.176)
-"""Shares of misses in which the second and the third likeliest token are right."""
 
 TEXTS = {
     # The stated acceptance, with the misses covered as they were on HumanEval.
@@ -36,9 +34,11 @@ TEXTS = {
     "chat": Text.of(TextProcess.from_coverage(0.52**0.25, (0.52, 0.79, 0.90))),
     # The following are made up, to see what adapts: a text that goes over to another domain and back every 64 tokens,
     # a batch of unlike requests, and a drafter that knows nothing.
-    "shift": Text.of(TextProcess(0.9, *_AS_ON_HUMANEVAL), TextProcess(0.4, *_AS_ON_HUMANEVAL)),
-    "mixed": Text.of(*(TextProcess(a, *_AS_ON_HUMANEVAL) for a in (0.95, 0.8, 0.5, 0.2)), by="lane"),
+    "shift": Text.of(TextProcess(0.9, SECOND, THIRD), TextProcess(0.4, SECOND, THIRD)),
+    "mixed": Text.of(*(TextProcess(a, SECOND, THIRD) for a in (0.95, 0.8, 0.5, 0.2)), by="lane"),
     "hopeless": Text.of(TextProcess(0.01, 0.02, 0.02)),
+    # For one-pass drafters. One that drafts a token after the other has the first position's acceptance at all.
+    **{name: Text.of(published.text()) for name, published in PUBLISHED.items()},
 }
 
 

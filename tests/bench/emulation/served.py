@@ -28,7 +28,10 @@ from tests.bench.emulation.load import ClosedLoop, Load, prompt
 from tests.bench.emulation.pair import EmulatedPair
 
 STOP_LIMIT_S = 90.0
-COUNTS = ("drafted_rounds", "accepted", "late_rounds", "main_line_hits", "side_branch_hits", "misses")
+COUNTS = (
+    "drafted_rounds", "accepted", "late_rounds", "main_line_hits", "side_branch_hits", "misses", "path_rounds", "path_rows",
+    "path_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,10 @@ def environment_of(tree: Path | None) -> Path:
 
 
 def configuration(
-    pair: EmulatedPair, k: int, max_num_seqs: int, sections: Mapping[str, Mapping[str, Any]]
+    pair: EmulatedPair, k: int, max_num_seqs: int, sections: Mapping[str, Mapping[str, Any]], one_pass: bool = False
 ) -> dict[str, Any]:
-    """sections: further keys, by section."""
+    """sections: further keys, by section. one_pass: the drafter has a mask token."""
+    drafter = pair.drafters[False, one_pass]
     engine = {
         "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
@@ -61,7 +65,7 @@ def configuration(
     }
     config: dict[str, dict[str, Any]] = {
         "target": {"model": str(pair.target), **engine},
-        "drafter": {"method": "draft_model", "model": str(pair.drafter), **engine},
+        "drafter": {"method": "draft_model", "model": str(drafter), **engine},
         "speculation": {"num_speculative_tokens": k},
         "serving": {"gateway": {"grpc_port": 0, "http_port": 0}},
     }

@@ -9,6 +9,8 @@ Shapes: R rows.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +43,9 @@ class TextProcess:
     third: float
     """Where it is neither: probability, of the same misses as ``second``, that it is the third likeliest."""
 
+    decay: float = 1.0
+    """A one-pass drafter's acceptance at a position of its draft, over that at the position before it."""
+
     def __post_init__(self) -> None:
         if not 0.0 <= self.acceptance <= 1.0:
             raise ValueError(f"acceptance: {self.acceptance:g} is no probability; give 0 to 1")
@@ -67,9 +72,14 @@ class TextProcess:
         main = self.acceptance ** (num_drafts + 1)
         return main, main + (1 - main) * self.second, main + (1 - main) * (self.second + self.third)
 
-    def acceptance_length(self, num_drafts: int) -> float:
-        """Tokens a round commits on average, the target's own included."""
-        return sum(self.acceptance**j for j in range(num_drafts + 1))
+    def acceptance_after(self, masks: int) -> float:
+        """Acceptance of the draft behind so many masks, if those before it are right."""
+        return self.acceptance * self.decay**masks
+
+    def acceptance_length(self, num_drafts: int, one_pass: bool = False) -> float:
+        """Tokens a round commits on average, the target's own included. one_pass: all are drafted in one pass."""
+        kept = (self.acceptance_after(masks if one_pass else 0) for masks in range(num_drafts))
+        return sum(itertools.accumulate(kept, operator.mul, initial=1.0))
 
 
 @dataclass(frozen=True)
@@ -99,9 +109,9 @@ class Text:
         """Index into parts, int64 [R]."""
         return (positions // STRETCH if self.by == "position" else lanes) % len(self.parts)
 
-    def round_shares(self, num_drafts: int) -> list[float]:
+    def round_shares(self, num_drafts: int, one_pass: bool = False) -> list[float]:
         """Share of rounds of num_drafts tokens in each part: they have the same number of tokens, not of rounds."""
-        rounds = [1.0 / part.acceptance_length(num_drafts) for part in self.parts]
+        rounds = [1.0 / part.acceptance_length(num_drafts, one_pass) for part in self.parts]
         return [share / sum(rounds) for share in rounds]
 
     def coverage(self, num_drafts: int) -> tuple[float, float, float]:
@@ -112,10 +122,10 @@ class Text:
         )
         return none, one, two
 
-    def acceptance_length(self, num_drafts: int) -> float:
+    def acceptance_length(self, num_drafts: int, one_pass: bool = False) -> float:
         """As of TextProcess, over all rounds."""
-        shares = self.round_shares(num_drafts)
-        return sum(s * part.acceptance_length(num_drafts) for s, part in zip(shares, self.parts, strict=True))
+        shares = self.round_shares(num_drafts, one_pass)
+        return sum(s * part.acceptance_length(num_drafts, one_pass) for s, part in zip(shares, self.parts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -145,33 +155,56 @@ class TokenRange:
 
 
 def ranked_tokens(
-    token_ids: torch.Tensor, positions: torch.Tensor, tokens: TokenRange, drafter: Text | None = None
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    tokens: TokenRange,
+    drafter: Text | None = None,
+    mask_token: int | None = None,
 ) -> torch.Tensor:
     """The likeliest tokens after each row, likeliest first.
 
-    token_ids, positions: int64 [R]. drafter: how it follows the target; None for the target itself.
+    token_ids, positions: int64 [R]. drafter: how it follows the target; None for the target itself. mask_token: stands
+    for the target's choice after the row before it, which a one-pass drafter does not see.
     Returns int64 [R, NUM_RANKED], distinct within a row.
     """
+    masks = torch.zeros_like(token_ids)
+    if mask_token is not None:
+        token_ids, masks = _unmasked(token_ids, positions, tokens, mask_token)
     base = _hash(token_ids, positions, 1) % tokens.size
     # Multiples of a step below a prime never meet: row r's k-th token differs from its others.
     step = 1 + _hash(token_ids, positions, 2) % (tokens.size - 1)
     multiples = torch.tensor([0, 1, 2]).expand(len(base), NUM_RANKED)
     if drafter is not None:
         part = drafter.part_of(positions, tokens.lane(token_ids))
-        multiples = _drafter_multiples(_hash(token_ids, positions, 3) % _UNIT, drafter, part)
+        multiples = _drafter_multiples(_hash(token_ids, positions, 3) % _UNIT, drafter, part, masks)
     within = (base[:, None] + step[:, None] * multiples) % tokens.size
     return tokens.first + tokens.lane(token_ids)[:, None] * tokens.size + within
 
 
-def _drafter_multiples(uniform: torch.Tensor, drafter: Text, part: torch.Tensor) -> torch.Tensor:
-    """0, 1, 2 are the target's ranked tokens, 3 to 5 wrong ones. uniform: int64 [R] below _UNIT. part: int64 [R]."""
-    shares = [
-        (text.acceptance, (1 - text.acceptance) * text.second, (1 - text.acceptance) * text.third)
-        for text in drafter.parts
-    ]
-    ends = (torch.tensor(shares).double().cumsum(1) * _UNIT).long()
+def _unmasked(
+    token_ids: torch.Tensor, positions: torch.Tensor, tokens: TokenRange, mask_token: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows as the target's own text has them, and how many masks each has had since the last token, int64 [R]."""
+    places = torch.arange(len(token_ids))
+    masks = places - torch.where(token_ids == mask_token, -1, places).cummax(0).values
+    filled = token_ids.clone()
+    for number in range(1, int(masks.max()) + 1 if len(masks) else 0):
+        at = (masks == number).nonzero().flatten()
+        filled[at] = ranked_tokens(filled[at - 1], positions[at - 1], tokens)[:, 0]
+    return filled, masks
+
+
+def _drafter_multiples(uniform: torch.Tensor, drafter: Text, part: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """0, 1, 2 are the target's ranked tokens, 3 to 5 wrong ones. uniform: int64 [R] below _UNIT. part, masks: int64
+    [R]."""
+    acceptance, decay, second, third = (
+        torch.tensor([getattr(each, name) for each in drafter.parts], dtype=torch.float64)[part]
+        for name in ("acceptance", "decay", "second", "third")
+    )
+    right = acceptance * decay**masks
+    ends = (torch.stack([right, (1 - right) * second, (1 - right) * third], 1).cumsum(1) * _UNIT).long()
     kinds = torch.tensor([[0, 1, 2], [3, 0, 4], [3, 4, 0], [3, 4, 5]])
-    return kinds[(uniform[:, None] >= ends[part]).sum(1)]
+    return kinds[(uniform[:, None] >= ends).sum(1)]
 
 
 def _hash(token_ids: torch.Tensor, positions: torch.Tensor, role: int) -> torch.Tensor:

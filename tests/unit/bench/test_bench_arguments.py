@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +53,18 @@ def test_an_address_is_one_as_in_the_other_commands(text: str, url: str) -> None
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     assert parser.parse_args(["--address", text]).address == url
+
+
+def test_a_one_pass_drafter_is_tried_both_ways_and_further_out(tmp_path: Path) -> None:
+    def tried(**keys: object) -> set[tuple[bool, int]]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **keys}))
+        config = parse_config({"target": {"model": "t"}, "drafter": {"method": "draft_model", "model": str(tmp_path)}})
+        found = candidates(parse("--against", "vllm"), config)
+        return {(way.get("parallel_drafting", False), way["num_speculative_tokens"]) for way in found if way}
+
+    sequential = {(False, k) for k in (2, 3, 4, 6)}
+    assert tried(pard_token=5) == sequential | {(True, k) for k in (4, 8, 12, 16)}
+    assert tried(mask_token_id=None) == sequential
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_starts() -> None:

@@ -72,3 +72,9 @@ def test_the_table_has_a_column_a_side_the_ratio_and_the_machine() -> None:
     assert "same answers: 1 of 2" in shown
     assert "a CPU, 2 cores, a GPU" in shown
     assert "ours / other" not in table(report(ours=[turn()]))
+
+
+def test_every_setting_of_the_rival_that_was_tried_is_told() -> None:
+    found = report(ours=[turn(20)], other=[turn(10)])
+    found["other"]["settings"]["tried"] = [{"name": "vLLM, draft_model, one pass, K = 8", "tok_per_s": 12.345}]
+    assert "tried vLLM, draft_model, one pass, K = 8: 12.35 tok/s" in table(found)

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.bench.ceilings import Drafted, Tree, best_paths
 from tests.bench.emulation.measurement import ceiling, sides_of
+from tests.bench.emulation.pair import MASK_TOKEN
 from tests.bench.emulation.profiles import PROFILES, TEXTS
+from tests.bench.emulation.published import PUBLISHED
 from tests.bench.emulation.rounds import COLUMNS, TOKENS, RoundTimes, rounds_of
 from tests.bench.emulation.text_process import Text, TextProcess, ranked_tokens
 from tests.bench.emulation.trace import RECORD, ROW, Trace
@@ -114,3 +117,40 @@ def test_a_drafter_that_is_always_right_gives_all_its_tokens() -> None:
     for k, period in ((3, 25.15), (4, 30.0)):
         ours = ceiling(sides["outrider"], PROFILE.target, ALWAYS, batch=1, k=k)
         assert (ours.covered, ours.expected) == pytest.approx(((k + 1) / period * 1e3,) * 2)
+
+
+@pytest.mark.parametrize(("k", "speed"), [(8, 163), (11, 174), (16, 181)])
+def test_an_in_process_pass_adds_itself_to_the_targets_step(k: int, speed: float) -> None:
+    profile = PROFILES["70b-1b"]
+    found = ceiling(sides_of(profile)["in-process-one-pass"], profile.target, TEXTS["stated"], batch=1, k=k)
+    assert found.expected == pytest.approx(speed, abs=0.5)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_text_has_the_published_lengths(name: str) -> None:
+    for k, length in PUBLISHED[name].lengths.items():
+        assert TEXTS[name].acceptance_length(k, one_pass=True) == pytest.approx(length, abs=0.01)
+
+
+def test_a_mask_is_followed_by_what_follows_the_targets_own_choice() -> None:
+    """Three masks behind each token: right as often as the position says, if the drafter's choice is its first."""
+    text = Text.of(TextProcess(0.9, 0.0, 0.0, decay=0.5))
+    heads, positions = torch.full((4000,), token(0, 1)), torch.arange(4000) * 4
+    ids = torch.stack([heads, *[torch.full_like(heads, MASK_TOKEN)] * 3], 1)
+    places = positions[:, None] + torch.arange(4)
+    drafts = ranked_tokens(ids.flatten(), places.flatten(), TOKENS, text, MASK_TOKEN)[:, 0].view(-1, 4)
+    right = heads
+    for masks in range(4):
+        right = ranked_tokens(right, places[:, masks], TOKENS)[:, 0]
+        share = (drafts[:, masks] == right).double().mean()
+        assert float(share) == pytest.approx(0.9 * 0.5**masks, abs=0.03)
+
+
+def test_paths_count_what_they_share_once_in_tokens_and_each_time_in_rows() -> None:
+    (process,) = TEXTS["stated"].parts
+    drafted = Drafted(process, one_pass=True)
+    main = (1,) * 8
+    tree = Tree(drafted, [main, *((*main[:at], 2, *main[at + 1 :]) for at in range(3))])
+    assert tree.rows == 36
+    assert tree.tokens == pytest.approx(5.75, abs=0.01)
+    assert Tree(drafted, best_paths(drafted, 0.06, 8, 4)).rows <= 36
