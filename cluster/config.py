@@ -322,8 +322,7 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     is at least twice as large, else all; with several ranks all. Default on GPU: 0."""
 
     parallel_drafting: bool | None = None
-    """Draft all tokens of a round in one pass, after mask tokens ([methods.md](methods.md#one-pass-draft-models)).
-    Default: if the checkpoint has a mask token."""
+    """Draft in [one pass](methods.md#one-pass-draft-models). Default: if the checkpoint has a mask token."""
 
     max_draft_rows: int = Field(128, ge=1, le=4096)
     """Maximum rows in one step of the drafter: sequences and their side branches."""

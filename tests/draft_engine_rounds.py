@@ -122,7 +122,9 @@ def main(model, section):
         },
         **section,
     )
-    engine = DraftEngine(drafter_vllm_config(config, None, None), in_process=True)
+    vllm_config = drafter_vllm_config(config, None, None)
+    engine = DraftEngine(vllm_config, in_process=True, parallel_drafting=config.parallel_drafting)
+    one_pass = {"one_pass": engine.one_pass}
     all_blocks = engine.take_blocks(NUM_BLOCKS - 1)  # vLLM keeps one to itself
     assert all_blocks is not None
     assert engine.take_blocks(1) is None
@@ -138,8 +140,9 @@ def main(model, section):
         for name, sampling in SAMPLINGS.items():
             rng = random.Random(5)
             # Changes of the vocabulary between the two answers would be differences: the second follows the first.
-            ahead = Side(1, DraftModelProposer(engine, 16, limits, vocabulary, itertools.count().__next__))
-            at_once = Side(2, DraftModelProposer(engine, 16, LookaheadLimits(ahead=False)))
+            clock = itertools.count().__next__
+            ahead = Side(1, DraftModelProposer(engine, 16, limits, vocabulary, clock, **one_pass))
+            at_once = Side(2, DraftModelProposer(engine, 16, LookaheadLimits(ahead=False), **one_pass))
             agree, differ, origins, drafted = 0, [], {}, []
             for request in range(3):
                 same, other, seen, drafts = play(rng, ahead, at_once, sampling, request)

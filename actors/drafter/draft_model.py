@@ -253,7 +253,6 @@ class DraftModelProposer:
     def _take_results(self, step: DraftStep) -> None:
         """Appends what was drawn, and sends the answers and prefetched proposals that this completes."""
         prefetched: list[tuple[ModelSequence, PrefetchedProposal]] = []
-        trees: dict[ModelSequence, None] = {}
         for row, (sequence, chain), drawn in zip(step.plan.rows, step.targets, step.drawn, strict=True):
             if sequence not in self._sequences:  # closed meanwhile
                 continue
@@ -268,17 +267,11 @@ class DraftModelProposer:
                 logger.warning(problem, sequence.key, extra=sequence.about())
             if not sequence.drew(chain, row.draws, (drawn, *drawn.at_masks)):
                 continue
-            if sequence.num_paths > 1:  # its branches are in the answer too
-                trees[sequence] = None
-                continue
             answer = sequence.answer(self._outcomes) if chain is sequence.main else None
             if answer is not None:
                 self.outbox.add(sequence, answer)
             elif self.sends_ahead and (proposal := sequence.prefetched(chain)) is not None:
                 prefetched.append((sequence, proposal))
-        for sequence in trees:
-            if (answer := sequence.answer(self._outcomes)) is not None:
-                self.outbox.add(sequence, answer)
         for sequence, proposal in prefetched:  # after the answers, which targets wait for
             self.outbox.add(sequence, proposal)
         if any(drawn is not None for drawn in step.drawn):

@@ -1,46 +1,32 @@
-"""Builds the further paths of a draft tree from what has been drafted beside the main line. Pure.
+"""Builds the further paths of a draft tree from one pass of the draft model. Pure.
 
-A path leaves the main line at one position, with another token that the draft model found likely there. Where a side
-branch for that token has been drafted, the path goes on as it does. A model that drafts in one pass has drawn the
-positions after it without knowing that token, so that they serve both; otherwise the path ends there.
-
-Paths of one main line cover outcomes that exclude each other, so the tokens that they are expected to bring add up.
+A pass draws each position without knowing what was drawn before it. So a path that has another likely token at one
+position goes on as the main line does. Paths differ in the first position at which they leave the main line, or in the
+token there: their outcomes exclude each other, and the tokens that they are expected to bring add up.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from outrider.actors.drafter.outcomes import Chain, OutcomeModel
 from outrider.cluster.link.messages import DraftPath
 
-if TYPE_CHECKING:
-    from outrider.actors.drafter.model_sequence import ModelSequence
-    from outrider.actors.drafter.outcomes import OutcomeModel
 
+def draft_paths(main: Chain, base: int, count: int, outcomes: OutcomeModel) -> tuple[DraftPath, ...]:
+    """Returns the paths beside a main line's first `count` drafts, those that bring most for their rows first.
 
-def draft_paths(sequence: ModelSequence, count: int, outcomes: OutcomeModel) -> tuple[DraftPath, ...]:
-    """Returns the further paths beside the main line's first `count` drafts, those with the best rows first.
+    A path brings the probability of its outcome times the tokens that follow, at the rate at which drafts are accepted.
 
-    A path is worth the probability of its outcome times the tokens that follow if it is the right one, by the rate at
-    which drafts are accepted.
+    Args:
+        base: position of the first draft.
     """
-    base, main, keep = sequence.committed_len, sequence.main, outcomes.usual_acceptance
-    end = base + max(count, min(sequence.num_wanted, sequence.max_len - base))
     found: list[DraftPath] = []
-    reach = 1.0
-    for position in range(base, base + count):
-        drawn = main.at(position)
+    ids, keep, reach = main.ids(base, base + count), outcomes.usual_acceptance, 1.0
+    for index in range(count):
+        drawn = main.at(base + index)
         if drawn is None:  # a look-up's
             continue
-        for outcome in outcomes.outcomes(reach, position, drawn):
-            side = sequence.sides.get((position, outcome.token))
-            branch = [outcome.token]
-            if side is not None and len(side.chain.tokens) > 1:
-                branch = side.chain.ids(position, end)
-            elif sequence.one_pass:
-                branch += main.ids(position + 1, base + count)
-            gain = outcome.value * (1 - keep ** len(branch)) / (1 - keep)
-            found.append(DraftPath([*main.ids(base, position), *branch], gain))
+        for outcome in outcomes.outcomes(reach, base + index, drawn):
+            gain = outcome.value * (1 - keep ** (count - index)) / (1 - keep)
+            found.append(DraftPath([*ids[:index], outcome.token, *ids[index + 1 :]], gain))
         reach *= outcomes.acceptance(drawn)
-    found.sort(key=lambda path: -path.gain / (1 + len(path.token_ids)))
-    return tuple(found[: sequence.num_paths - 1])
+    return tuple(sorted(found, key=lambda path: -path.gain))

@@ -9,9 +9,8 @@ A model that drafts *in one pass* draws a whole round and a guess of the bonus t
 the row's last token, the others after masks behind it. The KV of a mask counts as not computed. Main chain and side
 branches are rows of one step, since none needs the KV of another: each feeds the sent drafts that it assumes.
 
-Where the target verifies several paths, side branches are chosen for the round that is being drafted too, and go into
-its proposal (draft_paths.py). They go on for the next round as the main chain does, since what they assume may be
-accepted as a draft.
+Where the target verifies several paths, a row also gives the other paths of the tree (draft_paths.py), and nothing is
+drafted ahead: a round ends in one of so many places that few of them could be prepared for, and a miss costs one pass.
 
 The outcome of a round is (accepted length, next token), the key of Speculative Speculative Decoding's cache (Kumar et
 al. 2026). Here the main chain's outcomes need no key, because they are a prefix of it.
@@ -63,9 +62,6 @@ class DraftChain:
 
     ended: bool = False
     """Nothing can be drawn after its last token."""
-
-    limit: int | None = None
-    """A branch's: it has KV blocks for positions below this, and is not drawn further."""
 
     @property
     def end(self) -> int:
@@ -126,14 +122,13 @@ def stacked_q(drawn: abc.Sequence[Drawn | None]) -> SparseQ | None:
 class SideBranch:
     """Drafts for one outcome beside the main chain: chain.tokens[0] is the outcome's next token, at chain.start.
 
-    value: the outcome's probability. share: the same, given that verification gets to its position.
+    value: the outcome's probability.
     private: of each KV group, block index -> the branch's own block; all other blocks are the sequence's.
     blocks: of each KV group, the branch's block table as far as its own blocks go.
     """
 
     chain: DraftChain
     value: float
-    share: float = 0.0
     private: tuple[dict[int, int], ...] = ()
     blocks: tuple[list[int], ...] = ()
 
@@ -248,8 +243,7 @@ class ModelSequence(Sequence):
         draws: list[Draw] = []
         while (draw := self.next_draw(chain, len(draws))) is not None:
             draws.append(draw)
-            continues = chain is self.main or self.num_paths > 1
-            is_guess = continues and self.sent is not None and draw.position == self.committed_len + self.sent
+            is_guess = chain is self.main and self.sent is not None and draw.position == self.committed_len + self.sent
             if not self.one_pass or is_guess:  # what follows an outcome is drawn once that is a token, not a mask
                 break
         return draws
@@ -259,9 +253,9 @@ class ModelSequence(Sequence):
         not."""
         base, position = self.committed_len, chain.end + num_ahead
         most = self.num_wanted + self.one_pass
-        if chain.ended or position >= self.max_len or (chain.limit is not None and position > chain.limit):
+        if chain.ended or position >= self.max_len:
             return None
-        if chain is not self.main and self.num_paths == 1:
+        if chain is not self.main:
             start = chain.start + 1
             return None if position - start >= most else self._draw(self.sampling, position, start)
         if self.sent is None:
@@ -282,7 +276,7 @@ class ModelSequence(Sequence):
         first = draws[0].position
         if not self.holds(chain) or chain.end != first:
             return False
-        if not self.free_of_rounds:
+        if self.one_pass or not self.free_of_rounds:
             as_now = itertools.takewhile(
                 lambda pair: pair[0] == pair[1], zip(draws, self.next_draws(chain), strict=False)
             )
@@ -305,11 +299,9 @@ class ModelSequence(Sequence):
     def open_outcomes(self) -> list[tuple[int, Drawn]]:
         """Returns the positions at which verification may choose otherwise, and what the main chain has there, from the
         first one for which no side branches have been chosen. Each position is returned once."""
-        if self.num_wanted == 0 or (self.sent is None and self.num_paths == 1):
+        if self.sent is None or self.num_wanted == 0:
             return []
-        end = self.main.end
-        if self.sent is not None and self.num_paths == 1:
-            end = min(end, self.committed_len + self.sent + 1)
+        end = min(self.main.end, self.committed_len + self.sent + 1)
         if not self.one_pass:  # a side branch has its KV up to there from the main chain
             end = min(end, self.main.num_computed + 1)
         found = [(position, self.main.at(position)) for position in range(self.spawned_to, end)]
@@ -324,51 +316,32 @@ class ModelSequence(Sequence):
         base, token_ids, sent = self.committed_len, commit.token_ids, self.sent
         main, matched = self.main, self.main.num_same(self.committed_len, commit.token_ids)
         end = base + len(token_ids)
-        side = None
-        if matched == len(token_ids) - 1 or (matched < len(token_ids) and self.num_paths > 1):
-            side = self.sides.pop((base + matched, token_ids[matched]), None)
+        side = self.sides.pop((end - 1, token_ids[-1]), None) if matched == len(token_ids) - 1 else None
         super().commit(commit)
         self.origin = DraftOrigin.MISS
-        kept: dict[tuple[int, int], SideBranch] = {}
         if side is not None:
-            self._adopt(side, base + matched + side.chain.num_same(base + matched, token_ids[matched:]))
-        elif matched == len(token_ids) and (self.free_of_rounds or sent == matched - 1):
-            # Drawn for the round that starts here, or for any.
+            self._adopt(side)
+        elif matched == len(token_ids) and (sent == matched - 1 or (self.free_of_rounds and not self.one_pass)):
+            # Drawn for the round that starts here, or for any. After masks only those that stand for what was sent.
             self.origin = DraftOrigin.MAIN_LINE if self.num_drafted > 0 else DraftOrigin.MISS
-            kept = {key: side for key, side in self.sides.items() if key[0] >= end}
         else:
             self.main = DraftChain(end, num_computed=min(main.num_computed, base + matched, end - 1))
         if end < self.given_to:
             self.main.cut(next((at for at in range(end, self.main.end) if self.main.at(at) is None), self.main.end))
-        spawned_to = self.spawned_to
-        for key in kept:
-            del self.sides[key]
         self._drop_sides()
-        if kept:
-            self.sides, self.spawned_to = kept, max(spawned_to, end)
         self.sent = None
         if commit.num_wanted == 0:
             self.answered(0)
 
-    def _adopt(self, side: SideBranch, agrees_to: int) -> None:
-        """Makes a branch the main chain. agrees_to: the position up to which it has what was committed."""
+    def _adopt(self, side: SideBranch) -> None:
         assert self.adopted is None, "side branches are chosen after the last adoption's blocks are back"
         self.main, self.adopted = side.chain, side
-        self.main.limit = None
-        if agrees_to < self.committed_len:
-            side.chain.cut(agrees_to)
-            self.main = DraftChain(self.committed_len, num_computed=min(side.chain.num_computed, agrees_to))
         self.origin = DraftOrigin.SIDE_BRANCH if self.num_drafted > 0 else DraftOrigin.MISS
 
     def _drop_sides(self) -> None:
         self.dropped.extend(self.sides.values())
         self.sides.clear()
         self.spawned_to = self.committed_len
-
-    @property
-    def bonus_at(self) -> int:
-        """The position of the bonus token of the round that is verified, or drafted."""
-        return self.committed_len + (self.num_wanted if self.sent is None else self.sent)
 
     @property
     def num_missing(self) -> int:
@@ -388,16 +361,16 @@ class ModelSequence(Sequence):
         start = self.committed_len
         drawn = [self.main.at(start + index) for index in range(count)]
         q = stacked_q(drawn) if self.sampling.mode.samples_q else None
-        answer = self.drafts(self.main.ids(start, start + count), q, self.origin)
-        if count and self.num_paths > 1:
-            answer.paths = draft_paths(self, count, outcomes)
         self.answered(count)
+        answer = self.drafts(self.main.ids(start, start + count), q, self.origin)
+        if self.num_paths > 1:
+            answer.paths = draft_paths(self.main, start, count, outcomes)[: self.num_paths - 1]
         return answer
 
     def prefetched(self, chain: DraftChain) -> PrefetchedProposal | None:
         """Returns all the drafts that are wanted for the outcome that `chain` assumes, if the last of them was drawn
         just now. None: some are missing, or they cannot be sent before their round is known."""
-        if self.sent is None or not self.num_wanted or not self.free_of_rounds or self.num_paths > 1:
+        if self.sent is None or not self.num_wanted or not self.free_of_rounds:
             return None
         at, origin = chain.start, DraftOrigin.SIDE_BRANCH
         if chain is self.main:

@@ -245,7 +245,7 @@ class StepPlanner:
             worth = keep**sequence.num_drafted
             if self._add_main(step, sequence):
                 step.worth += worth
-            if not sequence.due or sequence.num_paths > 1:
+            if not sequence.due:
                 self._spawn(sequence)
                 answered.setdefault(sequence.key[0], []).append(sequence)
         row_share = self._cost.row_share
@@ -318,7 +318,7 @@ class StepPlanner:
         """Yields one link's sequences: those that wait, then those that had or have just had an answer."""
         yield from due
         if self._limits.ahead:
-            yield from [s for s in of_link if not s.due and s.can_draft]
+            yield from [s for s in of_link if not s.due and s.can_draft and s.num_paths == 1]
 
     def _finished(self, step: DraftStep) -> DraftStep | None:
         if not step.plan.rows:
@@ -408,24 +408,25 @@ class StepPlanner:
     def _spawn(self, sequence: ModelSequence) -> None:
         """Adds side branches for the likeliest outcomes that verification may have from what is proposed now."""
         limits = self._limits
-        if sequence.adopted is not None or limits.max_side_branches == 0:
+        if sequence.adopted is not None or limits.max_side_branches == 0 or sequence.num_paths > 1:
             return
-        if sequence.num_paths > 1:
-            for side in sequence.sides.values():  # they may be of an earlier round
-                reach = self._outcomes.reach(sequence.main, sequence.committed_len, side.chain.start)
-                side.value = reach * side.share
+        open_outcomes = sequence.open_outcomes()
+        if not open_outcomes:
+            return
         found: list[Outcome] = []
-        for position, drawn in sequence.open_outcomes():
-            reach = self._outcomes.reach(sequence.main, sequence.committed_len, position)
+        reach, at = 1.0, sequence.committed_len
+        for position, drawn in open_outcomes:
+            while at < position:
+                before = sequence.main.at(at)
+                reach *= self._outcomes.acceptance(before) if before is not None else 1.0
+                at += 1
             found += self._outcomes.outcomes(reach, position, drawn)
         found = [o for o in found if o.value >= self._cost.row_share and o.position + 1 < sequence.max_len]
         found.sort(key=lambda outcome: -outcome.value)
         for outcome in found[: max(limits.max_side_branches - len(sequence.sides), 0)]:
             computed = min(sequence.main.num_computed, outcome.position)
             chain = DraftChain(outcome.position, [outcome.token], [None], num_computed=computed)
-            side = SideBranch(chain, outcome.value, outcome.share)
-            last = outcome.position if sequence.num_paths == 1 else sequence.bonus_at
-            chain.limit = last + 1 + sequence.num_wanted
-            if not self.branches.allocate(sequence.blocks, side, chain.limit):
+            side = SideBranch(chain, outcome.value)
+            if not self.branches.allocate(sequence.blocks, side, outcome.position + 1 + sequence.num_wanted):
                 return
             sequence.sides[outcome.position, outcome.token] = side

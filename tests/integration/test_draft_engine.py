@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def report(models):
-    return rounds(models.drafter)
+@pytest.fixture(scope="module", params=["drafter", "one_pass"])
+def report(models, request):
+    return rounds(getattr(models, request.param))
 
 
 def rounds(drafter, **section):
@@ -49,3 +49,15 @@ def test_what_is_drafted_ahead_is_what_would_be_drafted_at_once(report, mode, cu
 def test_closed_sequences_leave_no_block_behind(report):
     for seen in report.values():
         assert set(seen["usage"].values()) == {0}
+
+
+def test_in_one_pass_each_proposal_is_one_forward_pass_of_transformers_over_text_and_masks(models):
+    """Ids, or q where drafts are rejected against it; after hits and misses, and after the prefix cache."""
+    seen = script("tests/support/models/one_pass_texts.py", models.one_pass)
+    assert seen.pop("one_pass")
+    assert seen.pop("mask_is_likeliest") > 0, "it was never to be kept from being proposed"
+    for mode, of_mode in seen.items():
+        assert of_mode["differ"] == [], mode
+        assert min(of_mode["origins"][origin] for origin in ("MAIN_LINE", "SIDE_BRANCH", "MISS")) >= 4, mode
+        assert of_mode["cached"] >= 96, mode
+        assert of_mode["blocks"] == 0, mode

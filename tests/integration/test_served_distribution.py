@@ -103,6 +103,12 @@ def test_answers_are_distributed_as_the_target_s_own(pair, served, verification)
     check(pair, served, verification)
 
 
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_with_a_drafter_that_drafts_in_one_pass(one_pass, served, verification):
+    """q of a token is the drafter's after the text that its row fed and masks; here it is only used to sort tokens."""
+    check(one_pass, served, verification)
+
+
 def test_with_a_target_that_is_padded_further_than_its_drafter(wide_target, served):
     answers = check(wide_target, served, "rejection")
     assert answers.max() >= VOCAB_SIZE, "no answer has what the drafter lacks"

@@ -23,6 +23,7 @@ def learning(serving: dict[str, Any] | None = None, **learn: Any) -> OutriderCon
     [
         ({"architectures": ["MixtralForCausalLM"]}, "is a MixtralForCausalLM; LlamaForCausalLM"),
         ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
+        ({**LLAMA, "pard_token": 7}, "drafts in one pass"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(document: dict[str, Any], problem: str) -> None:

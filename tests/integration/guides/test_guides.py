@@ -57,10 +57,10 @@ ARGUMENTS = {
 
 def job(name, models, heads):
     speculative = dict(GUIDES[name])
-    drafts_remotely = speculative["method"] in ("ngram", "suffix") or speculative.get("model") == "drafter"
+    drafts_remotely = speculative["method"] in ("ngram", "suffix", "draft_model")
     if (model := speculative.get("model")) is not None:
         speculative["model"] = str(models.drafter if model == "drafter" else heads / model)
-    if model == "drafter":
+    if speculative["method"] == "draft_model":
         speculative["kv_cache_memory_bytes"] = 16 << 20
     arguments = {**ARGUMENTS, **MORE_ARGUMENTS.get(name, {}), "model": str(target_of(name, models, heads))}
     if not drafts_remotely:

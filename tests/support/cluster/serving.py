@@ -33,6 +33,7 @@ from tests.support.cluster.scrape import parse
 from tests.support.models.reference import Reference
 from tests.support.models.tiny_models import (
     VOCAB_SIZE,
+    build_one_pass,
     build_tiny_adapter,
     build_tiny_llama,
     merge_adapter,
@@ -65,6 +66,9 @@ class Models:
     """The target with a vocabulary that is padded further."""
 
     wide_drafter: Path
+    one_pass: Path
+    """The target with a mask token, as a drafter: the first of its drafts is the target's own, others seldom are."""
+
     adapters: dict[str, Path]
     """Adapters of the target, by name."""
 
@@ -92,6 +96,7 @@ def build_models(directory: Path) -> Models:
         drafter,
         pad_vocabulary(directory / "wide", target, WIDE_VOCAB_SIZE),
         pad_vocabulary(directory / "wide-drafter", drafter, WIDE_VOCAB_SIZE),
+        build_one_pass(directory / "one-pass", target),
         adapters,
         {name: merge_adapter(directory / f"merged-{name}", target, path) for name, path in adapters.items()},
         build_tiny_idefics(directory / "sees", target),
@@ -289,6 +294,11 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             **patient,
         },
         "drafter_tp2": {"target": engine(models.target), "drafter": drafter_of_two, **patient},
+        "one_pass": {
+            "target": target,
+            "drafter": {**drafter_of_two, **engine(models.one_pass), "parallel_drafting": True},
+            **patient,
+        },
     }
 
 

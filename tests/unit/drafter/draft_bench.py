@@ -6,7 +6,7 @@ from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.cluster.link.messages import Commit, DraftSampling, ProposalStatus
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.drive import Drive
-from tests.unit.drafting_engine import MemoryEngine, continuation
+from tests.unit.drafting_engine import MASK, MemoryEngine, continuation, drawn_token, one_pass_continuation
 
 GREEDY = DraftSampling()
 SAMPLED = DraftSampling(Mode.REJECTION, temperature=0.8, seed=5, top_n=3)
@@ -16,9 +16,10 @@ KEY, OTHER = (1, 1), (2, 1)
 class Bench:
     """A proposer, its engine, and one way to make commits."""
 
-    def __init__(self, limits=None, chunk=16, kind_of_engine=MemoryEngine, **engine):
-        self.engine, self.chunk = kind_of_engine(**engine), chunk
-        self.proposer = Drive(DraftModelProposer(self.engine, chunk, limits, clock=itertools.count().__next__))
+    def __init__(self, limits=None, chunk=16, kind_of_engine=MemoryEngine, one_pass=False, **engine):
+        self.engine, self.chunk, self.one_pass = kind_of_engine(**engine), chunk, one_pass
+        clock = itertools.count().__next__
+        self.proposer = Drive(DraftModelProposer(self.engine, chunk, limits, clock=clock, one_pass=one_pass))
         self.texts = {}
 
     def open(self, key, tokens, sampling=GREEDY, k=4):
@@ -58,7 +59,13 @@ class Bench:
         return answers
 
     def drafts(self, key, count=4, samples_q=False):
-        return continuation(self.texts[key], count, samples_q)
+        return (one_pass_continuation if self.one_pass else continuation)(self.texts[key], count, samples_q)
+
+    def choice(self, key, accepted, rank, start=0):
+        """The drafter's rank-th choice after so many accepted drafts, as it is drawn for a round."""
+        text = self.texts[key]
+        before = [MASK] * accepted if self.one_pass else self.drafts(key, accepted, samples_q=start > 0)
+        return drawn_token([*text, *before], start, rank)
 
 
 def ids(draft):

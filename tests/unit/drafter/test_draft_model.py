@@ -8,7 +8,7 @@ import pytest
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.cluster.link.messages import DraftOrigin, ProposalStatus
 from tests.unit.drafter.draft_bench import GREEDY, KEY, OTHER, SAMPLED, Bench, ids
-from tests.unit.drafting_engine import continuation, drawn_token
+from tests.unit.drafting_engine import drawn_token
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
@@ -138,13 +138,15 @@ def test_a_commit_that_is_overtaken_is_answered_empty():
     assert ids(answer) == bench.drafts(KEY)
 
 
+@pytest.mark.parametrize("one_pass", [False, True], ids=["token by token", "one pass"])
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 30))])
-def test_any_order_of_commits_and_steps_gives_the_models_own_drafts(seed):
+def test_any_order_of_commits_and_steps_gives_the_models_own_drafts(seed, one_pass):
     """Commits that arrive while a step runs, verifiers that use fewer drafts than they got or go on without, requests
     that come and go, and a KV cache that is sometimes too small."""
     rng = random.Random(seed)
     limits = LookaheadLimits(max_side_branches=rng.choice([0, 2, 8]), max_rows=rng.choice([3, 8, 64]))
-    bench = Bench(limits, chunk=rng.choice([8, 64]), num_blocks=rng.choice([40, 2000]), max_model_len=120)
+    memory = {"num_blocks": rng.choice([40, 2000]), "max_model_len": 120}
+    bench = Bench(limits, chunk=rng.choice([8, 64]), one_pass=one_pass, **memory)
     sampling, proposed, waiting = {}, {}, set()
     origins = []
 
@@ -154,7 +156,7 @@ def test_any_order_of_commits_and_steps_gives_the_models_own_drafts(seed):
         text = bench.texts[answer.key]
         if answer.status is ProposalStatus.OK and answer.base_committed_len == len(text):
             samples_q = sampling[answer.key] is SAMPLED
-            assert answer.token_ids == continuation(text, len(answer.token_ids), samples_q)
+            assert answer.token_ids == bench.drafts(answer.key, len(answer.token_ids), samples_q)
             proposed[answer.key] = answer.token_ids
             origins.append(answer.origin)
         if answer.status is not ProposalStatus.READY and answer.status is not ProposalStatus.NOT_READY:
@@ -170,7 +172,7 @@ def test_any_order_of_commits_and_steps_gives_the_models_own_drafts(seed):
         accepted = rng.choice([len(drafts), len(drafts), rng.randint(0, len(drafts))])
         start = len(text) if sampling[key] is SAMPLED and accepted < len(drafts) else 0
         rank = rng.choice([0, 1, 1, 2, 7]) if accepted == len(drafts) else rng.choice([1, 1, 2, 7])
-        token = drawn_token(text + drafts[:accepted], start, rank)
+        token = bench.choice(key, accepted, rank, start)
         k = rng.choice([0, 2, 4, 4, 4])
         waiting.discard(key) if k == 0 else waiting.add(key)
         for answer in bench.commit(key, [*drafts[:accepted], token], k, rng.randint(0, k)):

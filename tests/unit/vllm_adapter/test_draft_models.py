@@ -59,6 +59,7 @@ def drawn_by_a_worker(sampling, num_drawable, num_tokens=VOCAB):
         rank=0,
         _paged=lambda rows: torch.zeros(len(rows), 4),
         _head=None,
+        _mask_id=None,
         model_runner=SimpleNamespace(model=SimpleNamespace(compute_logits=lambda hidden: logits)),
     )
     return logits, DraftWorker.draft(rank, plan)

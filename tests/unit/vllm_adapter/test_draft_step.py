@@ -118,7 +118,7 @@ def rank_on(device: torch.device, *, cut: list[int] | None, rank: int = 0) -> An
         seq_lens=torch.zeros(MOST_TOKENS, dtype=torch.int32, device=device),
     )
     head = None if cut is None else CutHead(model, cut)
-    return SimpleNamespace(rank=rank, _paged=None, _head=head, _adapters=(), model_runner=runner)
+    return SimpleNamespace(rank=rank, _paged=None, _head=head, _adapters=(), _mask_id=None, model_runner=runner)
 
 
 def steps(cut: bool) -> list[StepPlan]:
@@ -171,3 +171,25 @@ def test_every_rank_waits_once_for_a_draft_step_and_at_its_end(monkeypatch, cut,
             assert len(mine) == (0 if rank else len(its))
             assert all(same(*pair) for pair in zip(mine, its, strict=False)), f"step {number}"
     assert sum(each is not None and each.usable for step in expected for each in step) > 12
+
+
+MASK = 7
+
+
+@pytest.mark.parametrize("cut", [None, [*range(0, 80, 2), MASK, 11]], ids=["whole head", "cut head"])
+def test_a_row_with_masks_draws_what_rows_draw_that_end_in_them_and_never_a_mask(cut: list[int] | None) -> None:
+    """Rows with and without masks in one step, in every mode; the mask is by far the likeliest token."""
+    here = rank_on(torch.device("cpu"), cut=cut)
+    here._mask_id = MASK
+    wanted = [replace(sampling, biases=((MASK, 40.0), (11, 1.0)), only_biased=False) for sampling in SAMPLINGS]
+    for sampling in wanted:
+        draws = [Draw(sampling, 3 + index, 3, alternatives=2) for index in range(3)]
+        with_masks = StepRow([1, 2, 3], 0, ([0, 1],), draws[0], at_masks=tuple(draws[1:]))
+        rows = [StepRow([1, 2, 3, *[MASK] * i], 0, ([2 + 2 * i, 3 + 2 * i],), one) for i, one in enumerate(draws)]
+        drawn = DraftWorker.draft(here, StepPlan([StepRow([5, 6], 0, ([8],)), with_masks, *rows]))
+        assert drawn[0] is None
+        together = [drawn[1], *drawn[1].at_masks]
+        assert all(same(*pair) for pair in zip(together, drawn[2:], strict=True))
+        named = [token for one in together for token in (one.token, *(token for token, _ in one.alternatives))]
+        assert len(together) == 3
+        assert MASK not in named
