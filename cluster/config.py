@@ -552,13 +552,6 @@ class LinkConfig(Section):
     link_deadline_ms: float = Field(5000.0, gt=0, allow_inf_nan=False)
     """Silence after which the link is given up, aborted and made anew with a new epoch."""
 
-    @field_validator("backend", mode="before")
-    @classmethod
-    def _refuse_removed(cls, value: object) -> object:
-        if value in ("local", "gloo"):
-            raise ValueError(f"{value} was removed; write auto, which moves host memory within and between machines")
-        return value
-
     @model_validator(mode="after")
     def _order(self) -> LinkConfig:
         if self.link_deadline_ms <= self.round_deadline_ms:
@@ -695,9 +688,8 @@ class ServingConfig(Section):
     """Time for running answers to finish when the server or a replica is taken down. New requests are refused
     meanwhile; answers that remain are cut."""
 
-    surge: bool | None = None
-    """Whether a deploy starts each new replica before it stops an old one, which needs room for one more. Default: true
-    if the nodes have the room."""
+    surge: bool = False
+    """Whether a deploy starts each new replica before it stops an old one. Without room for one more it then waits."""
 
     max_ongoing_requests: int = Field(64, ge=1)
     """Maximum requests of a replica, running and waiting; its scheduler batches max_num_seqs of them. Default on GPU:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
@@ -33,7 +31,6 @@ from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
     REPLICA_CPUS,
-    Bundle,
     CorePlan,
     ReplicaPlacement,
     available_cores,
@@ -43,7 +40,6 @@ from outrider.cluster.placement import (
 )
 from outrider.deploy.models.check import check_models, num_common_tokens
 from outrider.deploy.preset import Overrides, resolve_config
-from outrider.deploy.setup_environment import refused_place
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +61,12 @@ TAKE_DOWN_S = 20.0
 _SURGE_PERCENT = 1
 """Serve rounds it up: one replica more, of up to a hundred."""
 
-_OVERRIDES = ("target", "drafter", "dtype", "gateway")
-
 
 def build(args: dict[str, Any]) -> Application:
     """Returns the application for Serve's ``args``.
 
-    Either ``config: PRESET_OR_FILE`` with optional ``target``, ``drafter`` (checkpoints) and ``dtype``, or the
-    configuration tree itself. Ports belong to Serve's own ``grpc_options`` and ``http_options`` here.
+    Either ``config: PRESET_OR_FILE``, beside it ``gateway: "off"`` or not, or the configuration tree itself. Ports belong
+    to Serve's own ``grpc_options`` and ``http_options`` here.
 
     Raises ConfigError naming the argument or the configuration field.
     """
@@ -88,12 +82,9 @@ def config_from_args(args: dict[str, Any]) -> OutriderConfig:
     """Returns the configuration of Serve's ``args``. Raises ConfigError."""
     if "config" not in args:
         return parse_config(args, "args")
-    if unknown := sorted(set(args) - {"config", *_OVERRIDES}):
-        raise ConfigError(
-            f"args.{unknown[0]}: unknown beside args.config; allowed are {', '.join(_OVERRIDES)}, "
-            "and anything else goes into the configuration file"
-        )
-    return resolve_config(str(args["config"]), Overrides(**{key: args[key] for key in _OVERRIDES if key in args}))
+    if unknown := sorted(set(args) - {"config", "gateway"}):
+        raise ConfigError(f"args.{unknown[0]}: unknown beside args.config; write it into the configuration file")
+    return resolve_config(str(args["config"]), Overrides(gateway=args.get("gateway")))
 
 
 def _compare_models(config: OutriderConfig) -> None:
@@ -103,13 +94,9 @@ def _compare_models(config: OutriderConfig) -> None:
     """
     models = [config.target.model, config.drafter_model or config.target.model]
     if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
-        logger.warning(
-            "%s is not on this node: models are not compared; run outrider doctor on one that has it", away[0]
-        )
-        if config.target.model in away:
-            return
-        config = config.model_copy(update={"drafter": None})
-    check_models(config)
+        logger.warning("models are not checked: %s is not on this node; run outrider doctor where it is", away[0])
+    else:
+        check_models(config)
 
 
 @dataclass(frozen=True)
@@ -140,10 +127,8 @@ class ReplicaPlan:
 def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     """Returns the bundles of one replica and, on CPU, the cores of its ranks.
 
-    Raises ConfigError for cores that are not available, and for a Python that Ray cannot start.
+    Raises ConfigError for cores that are not available.
     """
-    if refusal := refused_place():
-        raise ConfigError(refusal)
     pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
     sizes = (0, 0) if pooled is None else (pooled.least_drafters, pooled.most_drafters)
     if engine_on_gpu():
@@ -196,7 +181,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     # A long step, or a machine with few cores, may delay the answer of a healthy replica.
     common |= {"health_check_timeout_s": 60.0, "backpressure_config": BackpressureConfig(status_code=429)}
 
-    def placed(placement: ReplicaPlacement, surges: bool) -> dict[str, Any]:
+    def placed(placement: ReplicaPlacement) -> dict[str, Any]:
         labels = [dict(labels) for labels in placement.labels] if any(placement.labels) else None
         return {
             **common,
@@ -204,17 +189,16 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
             "placement_group_strategy": placement.strategy,
             "placement_group_bundle_label_selector": labels,
             "ray_actor_options": {"num_cpus": REPLICA_CPUS, **environment},
-            "max_surge_percent": _SURGE_PERCENT if surges else 0,
+            "max_surge_percent": _SURGE_PERCENT if serving.surge else 0,
         }
 
     def several(number: int, autoscaling: Any) -> dict[str, Any]:
         return {"num_replicas": number} if autoscaling is None else {"autoscaling_config": autoscaling}
 
-    surges = more_fit(plan, serving, replicas=1) if serving.surge is None else serving.surge
     target = serve.deployment(
         Target,
         name=TARGET,
-        **placed(plan.placement, surges),
+        **placed(plan.placement),
         **several(serving.num_replicas, serving.autoscaling and serve_autoscaling(serving.autoscaling)),
         # The routers limit generations to max_ongoing_requests; the rest lets aborts reach a full replica.
         max_ongoing_requests=serving.max_ongoing_requests + CONTROL_CALLS,
@@ -249,11 +233,10 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         scaling = drafter.autoscaling and serve_pool_autoscaling(
             drafter.autoscaling, own / config.target.num_ranks, serving.app_name
         )
-        pool_surges = serving.surge is not False and more_fit(plan, serving, replicas=int(surges), drafters=1)
         pool = serve.deployment(
             DrafterPool,
             name=POOL,
-            **placed(plan.pool, pool_surges),
+            **placed(plan.pool),
             **several(drafter.num_drafters, scaling),
             max_ongoing_requests=CONTROL_CALLS,
             graceful_shutdown_timeout_s=MOVE_WITHIN_S + TAKE_DOWN_S,
@@ -274,40 +257,6 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         pool=pool,
         takes_new_weights=config.target.takes_new_weights,
     )
-
-
-def more_fit(plan: ReplicaPlan, serving: ServingConfig, replicas: int, drafters: int = 0) -> bool:
-    """Returns whether the nodes have room for the greatest numbers and for that many more, which a deploy adds for a
-    while. Without room Serve would wait without end.
-    """
-    wanted = [(plan.placement, serving.most_replicas + replicas)]
-    if plan.pool is not None:
-        wanted.append((plan.pool, plan.most_drafters + drafters))
-    return ray.is_initialized() and has_room(wanted, ray.nodes())
-
-
-def has_room(wanted: Sequence[tuple[ReplicaPlacement, int]], nodes: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether empty nodes (``ray.nodes()``) would hold that many of each placement.
-
-    Each placement goes to the first node with room, so a possible arrangement may be missed.
-    """
-    free = [(dict(node["Resources"]), node.get("Labels") or {}) for node in nodes if node["Alive"]]
-
-    def take(needs: Bundle, labels: Mapping[str, str]) -> bool:
-        for resources, carried in free:
-            fits = all(resources.get(name, 0.0) >= count for name, count in needs.items())
-            if fits and labels.items() <= carried.items():
-                resources.update({name: resources.get(name, 0.0) - count for name, count in needs.items()})
-                return True
-        return False
-
-    def place(placement: ReplicaPlacement) -> bool:
-        if placement.strategy != "STRICT_PACK":
-            return all(map(take, placement.bundles, placement.labels))
-        names = {name for bundle in placement.bundles for name in bundle}
-        return take({name: placement.total(name) for name in names}, placement.labels[0])
-
-    return all(place(placement) for placement, number in wanted for _ in range(number))
 
 
 def authenticator(serving: ServingConfig) -> Authenticator:

@@ -206,12 +206,6 @@ def test_a_device_s_wire_is_refused_where_the_drafter_has_no_device_of_its_own(d
     assert parse_config({**data, "link": {"backend": "auto"}}).link.backend == "auto"
 
 
-@pytest.mark.parametrize("removed", ["local", "gloo"])
-def test_a_wire_that_was_removed_is_refused_with_what_to_write(removed):
-    with pytest.raises(ConfigError, match=rf"link\.backend: .*{removed} was removed; write auto"):
-        parse_config({"target": {"model": "t"}, "link": {"backend": removed}})
-
-
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
