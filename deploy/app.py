@@ -65,8 +65,8 @@ _SURGE_PERCENT = 1
 def build(args: dict[str, Any]) -> Application:
     """Returns the application for Serve's ``args``.
 
-    Either ``config: PRESET_OR_FILE``, beside it ``gateway: "off"`` or not, or the configuration tree itself. Ports belong
-    to Serve's own ``grpc_options`` and ``http_options`` here.
+    Either ``config: PRESET_OR_FILE``, which ``gateway: "off"`` may stand beside, or the configuration tree itself.
+    Ports belong to Serve's own ``grpc_options`` and ``http_options`` here.
 
     Raises ConfigError naming the argument or the configuration field.
     """

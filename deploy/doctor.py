@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -130,38 +130,26 @@ def check_devices(config: OutriderConfig, gpu: bool) -> list[Finding]:
         cores = Finding(Level.OK, "cores", f"{len(available_cores())} usable")
         fix = "use a machine with more cores, or fewer ranks and replicas"
         return [Finding(Level.WARN, "cores", text, fix) for text in plan.warnings] or [cores]
-    utilization = float(config.target.engine_args.get("gpu_memory_utilization", 0.9))
     wanted = int(plan.total("GPU", config.serving.least_replicas, plan.num_drafters))
-    return [checked("GPUs", lambda: check_gpus(gpu_memory(), wanted, utilization))]
+    return [checked("GPUs", lambda: check_gpus(number_of_gpus(), wanted))]
 
 
-def gpu_memory() -> list[tuple[int, int]]:
-    """Returns total and free MiB of each GPU by nvidia-smi. Raises ConfigError."""
-    query = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
+def number_of_gpus() -> int:
+    """Returns how many GPUs nvidia-smi lists. Raises ConfigError."""
     try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"nvidia-smi: does not list GPUs ({error}); install the driver, or outrider[cpu]") from None
-    return [(int(total), int(free)) for total, free in (line.split(",") for line in listed.splitlines() if line)]
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
-def check_gpus(memory_mib: Sequence[tuple[int, int]], wanted: int, utilization: float) -> str:
-    """Returns how many GPUs are needed and present. Raises ConfigError for too few, or too few with free memory.
-
-    Args:
-        memory_mib: Total and free memory of each GPU.
-    """
-    text = f"{wanted} needed, {len(memory_mib)} here"
-    if len(memory_mib) < wanted:
+def check_gpus(found: int, wanted: int) -> str:
+    """Returns how many GPUs are needed and present. Raises ConfigError for too few."""
+    text = f"{wanted} needed, {found} here"
+    if found < wanted:
         raise ConfigError(
             f"target.tensor_parallel_size: {text}; lower it or serving.num_replicas, or join nodes with more to the "
             "Ray cluster"
-        )
-    full = [index for index, (total, free) in enumerate(memory_mib) if free < utilization * total]
-    if len(memory_mib) - len(full) < wanted:
-        raise ConfigError(
-            f"target.engine_args.gpu_memory_utilization: {text}, but on GPU {', '.join(map(str, full))} less than "
-            f"{utilization:g} of the memory is free; end what runs there, or lower it"
         )
     return text
 

@@ -89,23 +89,13 @@ def text_model(document: ModelJson) -> ModelJson:
 
 
 def check_tensor_parallel(document: ModelJson, tensor_parallel_size: int, section: str) -> None:
-    """Raises ConfigError unless attention and feed-forward layers split evenly over the ranks.
-
-    Fewer key-value heads than ranks are allowed if they divide the ranks: each rank then keeps a copy of one.
-    """
-    model, ranks = text_model(document), tensor_parallel_size
-    for field, what in (
-        ("num_attention_heads", "the {} attention heads"),
-        ("num_key_value_heads", "the {} key-value heads"),
-        ("intermediate_size", "the feed-forward width {}"),
-    ):
-        size = model.get(field)
-        copies = field == "num_key_value_heads" and isinstance(size, int) and size and ranks % size == 0
-        if isinstance(size, int) and size % ranks and not copies:
-            raise ConfigError(
-                f"{section}.tensor_parallel_size: {ranks} does not divide {what.format(size)} ({field}) of "
-                f"{section}.model"
-            )
+    """Raises ConfigError unless the attention heads split evenly over the ranks."""
+    heads = text_model(document).get("num_attention_heads")
+    if isinstance(heads, int) and heads % tensor_parallel_size:
+        raise ConfigError(
+            f"{section}.tensor_parallel_size: {tensor_parallel_size} does not divide the {heads} attention heads "
+            f"(num_attention_heads) of {section}.model"
+        )
 
 
 def _check_sizes(document: ModelJson, engine: EngineConfig, section: str) -> None:
