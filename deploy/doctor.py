@@ -6,7 +6,6 @@ Nothing is started or changed. The config.json of a hub id is downloaded, as by 
 from __future__ import annotations
 
 import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -48,12 +47,13 @@ class Finding:
     fix: str = ""
 
 
-def checked(subject: str, check: Callable[[], str | None], text: str = "") -> Finding:
-    """Returns OK with the check's own text or the given one, or FAIL with its ConfigError."""
+def checked(subject: str, check: Callable[[], object], text: str = "") -> Finding:
+    """Returns OK with the given text or the check's result, or FAIL with its ConfigError."""
     try:
-        return Finding(Level.OK, subject, check() or text)
+        found = check()
     except ConfigError as error:
         return failed(subject, error)
+    return Finding(Level.OK, subject, text or str(found))
 
 
 def failed(subject: str, error: ConfigError) -> Finding:
@@ -77,8 +77,8 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
     findings += check_checkpoints(config)
     findings += check_devices(config, gpu)
     findings.append(checked("ports", lambda: _ports(config)))
-    if config.serving.gateway != "off":
-        findings.append(checked("gateway", lambda: _gateway_files(config), "its certificates and keys can be read"))
+    if (gateway := config.serving.gateway) != "off":
+        findings.append(checked("gateway", lambda: contents(gateway), "its certificates and keys can be read"))
     return findings
 
 
@@ -157,10 +157,3 @@ def check_gpus(found: int, wanted: int) -> str:
 def _ports(config: OutriderConfig) -> str:
     _, http_port, grpc_port = settle_ports(config).serving.public
     return f"gRPC {grpc_port} and HTTP {http_port} are free"
-
-
-def _gateway_files(config: OutriderConfig) -> None:
-    gateway = config.serving.gateway
-    assert gateway != "off"
-    with tempfile.TemporaryDirectory() as directory:
-        contents(gateway, Path(directory))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from outrider.cluster.config import ConfigError, load_config
 from outrider.deploy.cli import fail
-from outrider.deploy.gateway import PORTS, TOKEN_VARIABLE, Gateway
+from outrider.deploy.gateway import TOKEN_VARIABLE, Gateway
 from outrider.deploy.gateway.files import render
 
 LOOPBACK = "127.0.0.1"
@@ -34,8 +34,7 @@ def main() -> int:
             raise ConfigError("serving.http_port, serving.grpc_port: write the ports of Serve's proxies")
         if args.print:
             backends = {"http_backend": f"{LOOPBACK}:{own[0]}", "grpc_backend": f"{LOOPBACK}:{own[1]}"}
-            binds = {field: f"{config.host}:{port}" for field in PORTS if (port := getattr(config, field)) is not None}
-            print(render(config, Path("/etc/haproxy"), backends, binds), end="")
+            print(render(config, Path("/etc/haproxy"), backends), end="")
             return 0
         token = os.environ.get(TOKEN_VARIABLE, "")
         gateway = Gateway(config, token, (LOOPBACK, own[0]), (LOOPBACK, own[1]), serving.drain_s)
@@ -43,7 +42,7 @@ def main() -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ends.set())
         gateway.start()
-        where = f"{config.host}:{gateway.http_port} and {config.host}:{gateway.grpc_port}"
+        where = f"{config.host}:{gateway.config.http_port} and {config.host}:{gateway.config.grpc_port}"
         print(f"outrider: the gateway listens on {where}", file=sys.stderr, flush=True)
         while not ends.wait(0.5):
             if not gateway.alive():
