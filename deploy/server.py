@@ -100,8 +100,7 @@ class Server:
             self._wait_until_running()
         if self._serving.gateway != "off":
             http, grpc = (self._host, self._serving.http_port or 0), (self._host, self._serving.grpc_port or 0)
-            token, drain_s = os.environ[TOKEN_VARIABLE], self._serving.drain_s
-            self._gateway = Gateway(self._serving.gateway, token, http, grpc, drain_s)
+            self._gateway = Gateway(self._serving.gateway, os.environ[TOKEN_VARIABLE], http, grpc)
             self._gateway.start()
         with self._progress.stage("first answer"):
             while (lacks := self._lacks()) is not None:

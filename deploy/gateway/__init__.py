@@ -46,7 +46,6 @@ class Gateway:
         token: Secret by which the ingress recognises the gateway; letters, digits, ``-`` and ``_``.
         http_backend: Host and port of Serve's HTTP proxy.
         grpc_backend: Host and port of Serve's gRPC proxy.
-        drain_s: Default limit of ``drain``.
     """
 
     def __init__(
@@ -55,13 +54,12 @@ class Gateway:
         token: str,
         http_backend: tuple[str, int],
         grpc_backend: tuple[str, int],
-        drain_s: float,
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{16,}", token):
             raise ConfigError(f"{TOKEN_VARIABLE}: is no token; set 16 or more letters, digits, '-' and '_'")
         free = {field: pick_free_port() for field in PORTS if getattr(config, field) == 0}
         self.config = config.model_copy(update=free)
-        self._token, self._drain_s = token, drain_s
+        self._token = token
         self._backends = {"http_backend": "{}:{}".format(*http_backend), "grpc_backend": "{}:{}".format(*grpc_backend)}
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -105,19 +103,16 @@ class Gateway:
                     self._applied[name] = content
                     logger.info("gateway: took the new %s", name)
 
-    def drain(self, limit_s: float | None = None) -> bool:
-        """Refuses new connections, waits for running requests, and ends. Returns whether all were finished.
-
-        Args:
-            limit_s: Seconds after which running requests are cut. Default: ``drain_s``.
-        """
+    def drain(self, limit_s: float) -> bool:
+        """Refuses new connections, waits limit_s at most for running requests, and ends. Returns whether all were
+        finished."""
         self._end_watcher()
         drained = True
         if self._process is not None and self.alive():
             with suppress(OSError):
                 self._command("shutdown sessions server grpc_watch/serve")  # health watches never end by themselves
             self._process.send_signal(signal.SIGUSR1)
-            drained = self._ends_within(self._process, self._drain_s if limit_s is None else limit_s)
+            drained = self._ends_within(self._process, limit_s)
         self.stop()
         return drained
 

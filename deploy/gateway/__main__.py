@@ -37,7 +37,7 @@ def main() -> int:
             print(render(config, Path("/etc/haproxy"), backends), end="")
             return 0
         token = os.environ.get(TOKEN_VARIABLE, "")
-        gateway = Gateway(config, token, (LOOPBACK, own[0]), (LOOPBACK, own[1]), serving.drain_s)
+        gateway = Gateway(config, token, (LOOPBACK, own[0]), (LOOPBACK, own[1]))
         ends = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ends.set())
@@ -47,7 +47,7 @@ def main() -> int:
         while not ends.wait(0.5):
             if not gateway.alive():
                 return fail(f"HAProxy ended: {gateway.output()[-600:]}")
-        gateway.drain()
+        gateway.drain(serving.drain_s)
     except (ConfigError, OSError) as error:
         return fail(str(error))
     return 0

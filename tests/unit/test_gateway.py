@@ -143,7 +143,7 @@ class Front:
         assert started.wait(PATIENCE_S)
         self.config = GatewayConfig(http_port=0, grpc_port=0, **config)
         http_port = self.http_backend.server_address[1]
-        self.gateway = Gateway(self.config, TOKEN, ("127.0.0.1", http_port), ("127.0.0.1", self._grpc_port), 10.0)
+        self.gateway = Gateway(self.config, TOKEN, ("127.0.0.1", http_port), ("127.0.0.1", self._grpc_port))
         self.gateway.start()
         self._channels: list[grpc.Channel] = []
 
@@ -382,7 +382,7 @@ class TestTls:
 
     def test_a_key_of_another_certificate_is_refused_at_the_start_and_later(self, serve, files) -> None:
         authority, folder = files
-        other = authority.sign().write(folder, "other")
+        authority.sign().write(folder, "other")
         mismatched = self.config(folder) | {"key": str(folder / "other.key")}
         with pytest.raises(ConfigError, match=r"^serving\.gateway\.tls\.certificate: "):
             serve(tls=mismatched)
@@ -400,7 +400,7 @@ def test_a_port_in_use_is_named(serve) -> None:
     with pytest.raises(
         ConfigError, match=rf"^serving\.gateway: .*Address already in use.* for \[127\.0\.0\.1:{port}\]"
     ):
-        Gateway(config, TOKEN, ("127.0.0.1", 1), ("127.0.0.1", 1), 1.0).start()
+        Gateway(config, TOKEN, ("127.0.0.1", 1), ("127.0.0.1", 1)).start()
 
 
 def exchange(port: int, *parts: bytes) -> bytes:
@@ -571,7 +571,7 @@ def test_haproxy_ends_with_its_parent() -> None:
 import time
 from outrider.cluster.config import GatewayConfig
 from outrider.deploy.gateway import Gateway
-gateway = Gateway(GatewayConfig(http_port=0, grpc_port=0), {TOKEN!r}, ("127.0.0.1", 1), ("127.0.0.1", 1), 1.0)
+gateway = Gateway(GatewayConfig(http_port=0, grpc_port=0), {TOKEN!r}, ("127.0.0.1", 1), ("127.0.0.1", 1))
 gateway.start()
 print(gateway.config.http_port, flush=True)
 time.sleep(60)
