@@ -100,12 +100,12 @@ def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
     """
     from outrider.deploy.models.check import check_models
     from outrider.deploy.models.fetch import fetch
-    from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, models_dir
+    from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS
 
     settled = settle_ports(resolve(args))  # before a fetch of minutes
     if (preset := args.config_file or args.config) in FETCHED_WHEN_MISSING and is_preset(preset):
         for name in models_to_fetch(preset, _overrides(args)):
-            fetch(MODELS[name], models_dir(), progress)
+            fetch(MODELS[name], progress)
         settled = settle_ports(resolve(args))
     check_models(settled)
     return settled

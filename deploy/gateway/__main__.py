@@ -15,7 +15,6 @@ from pathlib import Path
 from outrider.cluster.config import ConfigError, load_config
 from outrider.deploy.cli import fail
 from outrider.deploy.gateway import TOKEN_VARIABLE, Gateway
-from outrider.deploy.gateway.files import render
 
 LOOPBACK = "127.0.0.1"
 
@@ -23,7 +22,6 @@ LOOPBACK = "127.0.0.1"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m outrider.deploy.gateway", description="Run a node's gateway.")
     parser.add_argument("config", metavar="CONFIG", type=Path, help="Outrider's configuration file")
-    parser.add_argument("--print", action="store_true", help="print HAProxy's configuration and end")
     args = parser.parse_args()
     try:
         serving = load_config(str(args.config)).serving
@@ -32,10 +30,6 @@ def main() -> int:
             raise ConfigError("serving.gateway: is off; there is nothing to run")
         if not own[0] or not own[1]:
             raise ConfigError("serving.http_port, serving.grpc_port: write the ports of Serve's proxies")
-        if args.print:
-            backends = {"http_backend": f"{LOOPBACK}:{own[0]}", "grpc_backend": f"{LOOPBACK}:{own[1]}"}
-            print(render(config, Path("/etc/haproxy"), backends), end="")
-            return 0
         token = os.environ.get(TOKEN_VARIABLE, "")
         gateway = Gateway(config, token, (LOOPBACK, own[0]), (LOOPBACK, own[1]))
         ends = threading.Event()

@@ -17,7 +17,16 @@ from pathlib import Path
 
 from outrider.cluster.config import ConfigError
 from outrider.cluster.whole_files import whole_directory
-from outrider.deploy.models.store import MANIFEST, MODELS, ModelSource, Source, find_copy, find_model, write_manifest
+from outrider.deploy.models.store import (
+    MANIFEST,
+    MODELS,
+    ModelSource,
+    Source,
+    find_copy,
+    find_model,
+    models_dir,
+    write_manifest,
+)
 from outrider.deploy.progress import Progress
 
 WORK = ".fetching"
@@ -27,20 +36,21 @@ class FetchError(ConfigError):
     """Says why fetching failed, and what to do."""
 
 
-def fetch(source: Source, directory: Path, progress: Progress) -> Path:
+def fetch(source: Source, progress: Progress) -> Path:
     """Returns the directory of the complete checkpoint, which is made where it is missing. Raises FetchError.
 
     A drafter is assembled with its target's tensors.
     """
+    directory = models_dir()
     final = directory / source.name
     try:
         if isinstance(source, ModelSource):
-            if find_model(source.name, directory) is not None:
+            if find_model(source.name) is not None:
                 return final
             _fetch_model(source, directory, progress)
         else:
-            target = fetch(MODELS[source.target], directory, progress)
-            if find_copy(source, directory) is None:
+            target = fetch(MODELS[source.target], progress)
+            if find_copy(source) is None:
                 from outrider.deploy.distill.stored import assemble
 
                 assemble(source.stored, target, final)
@@ -69,10 +79,10 @@ def _fetch_model(source: ModelSource, directory: Path, progress: Progress) -> No
     work.parent.mkdir(parents=True, exist_ok=True)
     with work.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be fetching it
-        if find_model(source.name, directory) is not None:
+        if find_model(source.name) is not None:
             return
         if final.exists() and not (final / MANIFEST).exists():
-            raise FetchError(f"{final} exists but was not made by fetch; move it away, or choose another --out")
+            raise FetchError(f"{final} exists but was not made by fetch; move it away, or set OUTRIDER_HOME")
         work.mkdir(exist_ok=True)
         gguf = _join_parts(source, work, progress)
         progress.say(f"{source.name}: converting to bfloat16")

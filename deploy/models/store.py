@@ -106,15 +106,15 @@ def models_dir() -> Path:
     return Path(cache).expanduser().resolve() / "outrider" / "models"
 
 
-def find_model(name: str, directory: Path | None = None) -> Path | None:
-    """Returns the directory of a complete fetched checkpoint, or None. ``directory`` None: models_dir()."""
-    path = (directory or models_dir()) / name
+def find_model(name: str) -> Path | None:
+    """Returns the directory of a complete fetched checkpoint, or None."""
+    path = models_dir() / name
     return path if read_manifest(path) is not None else None
 
 
-def find_copy(source: Source, directory: Path | None = None) -> Path | None:
+def find_copy(source: Source) -> Path | None:
     """Returns find_model; for a drafter only if it was assembled from the tensors that this package holds now."""
-    copy = find_model(source.name, directory)
+    copy = find_model(source.name)
     if copy is None or not isinstance(source, DrafterSource):
         return copy
     stored = json.loads((source.stored / "drafter.json").read_text())
