@@ -139,15 +139,7 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     if (backend := config.link.backend) in DEVICE_BACKENDS:
         raise ConfigError(f"link.backend: {backend} needs a device at both ends, and this vLLM runs on CPU; use auto")
     cores = plan_cores(config, available_cores())
-    warnings = cores.warnings
-    for what, part, fixed, scaling, most in (
-        ("replicas", "serving", "num_replicas", config.serving.autoscaling, config.serving.most_replicas),
-        ("drafters", "drafter", "num_drafters", pooled and pooled.autoscaling, sizes[1]),
-    ):
-        if most > 1:
-            field = f"{part}.{fixed if scaling is None else 'autoscaling.max'}"
-            warnings += (f"{what} on one machine share the cores planned for one of them ({field})",)
-    return ReplicaPlan(placement_of(config, cores), cores, warnings, pool_placement_of(config, cores), *sizes)
+    return ReplicaPlan(placement_of(config, cores), cores, cores.warnings, pool_placement_of(config, cores), *sizes)
 
 
 def engine_on_gpu() -> bool:
@@ -300,11 +292,5 @@ def serve_logging(serving: ServingConfig) -> LoggingConfig | None:
 
 def describe(config: OutriderConfig) -> str:
     """Returns one line that names the model, its ranks and its drafter."""
-    drafter, remote, by = config.drafter, config.remote_drafter, "without a drafter"
-    if drafter is not None:
-        by = f"drafter {config.drafter_model or drafter.method}"
-    if remote is not None and remote.pooled:
-        by += f", a pool of {remote.least_drafters} to {remote.most_drafters}"
-    elif config.co_located is not None:
-        by += " in the target's own engine"
-    return f"{config.served_model_name}, {config.target.num_ranks} ranks, {by}"
+    drafter = config.drafter_model or (config.drafter.method if config.drafter is not None else "none")
+    return f"{config.served_model_name}, {config.target.num_ranks} ranks, drafter {drafter}"

@@ -129,23 +129,12 @@ def check_vocabularies(
         tokens: Vocabularies of target and drafter, entry -> id; None where there is none.
     """
     if tokens[0] is not None and tokens[1] is not None:
-        check_same_tokens(tokens[0], tokens[1])
+        common_tokens(tokens[0], tokens[1], (set(), set()))
     elif (ours := vocab_size(target)) != (its := vocab_size(drafter)):
         raise ConfigError(
             f"drafter.model: its vocabulary has {its} tokens, the target's has {ours} (vocab_size in config.json), "
             "and without a tokenizer.json of both nobody can tell whether that is padding; use a drafter of the same "
             "model family, and checkpoints with their tokenizers"
-        )
-
-
-def check_same_tokens(target: Mapping[str, int], drafter: Mapping[str, int]) -> None:
-    """Raises ConfigError if the id of any token differs, which means another tokenizer."""
-    differing = [token for token, index in target.items() if drafter.get(token) != index]
-    if differing or len(target) != len(drafter):
-        example = f", e.g. {differing[0]!r} is {target[differing[0]]} there" if differing else ""
-        raise ConfigError(
-            f"drafter.model: its tokenizer differs from the target's in {max(len(differing), 1)} of {len(target)} "
-            f"tokens{example}; use a drafter of the same model family"
         )
 
 
@@ -166,8 +155,15 @@ def common_tokens(
     differing = {i for i in token_of[0].keys() | token_of[1].keys() if token_of[0].get(i) != token_of[1].get(i)}
     if not differing:
         return None
-    if any(i in ids and i not in more for i in differing for ids, more in zip(token_of, added, strict=True)):
-        check_same_tokens(target, drafter)
+    texts = sorted(
+        i for i in differing for ids, more in zip(token_of, added, strict=True) if i in ids and i not in more
+    )
+    if texts:
+        its, ours = token_of[1].get(texts[0]), token_of[0].get(texts[0])
+        raise ConfigError(
+            f"drafter.model: its tokenizer differs from the target's in {len(differing)} of {len(target)} ids, e.g. "
+            f"{texts[0]} is {its!r} and not {ours!r}; use a drafter of the same model family"
+        )
     first = min(differing)
     if lost := sum(i > first and i not in added[0] for i in token_of[0]):
         raise ConfigError(

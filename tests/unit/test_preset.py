@@ -161,7 +161,7 @@ def test_added_tokens_may_differ(target: dict[str, int], drafter: dict[str, int]
             TEXT,
             {"a": 0, "b": 2, "c": 1},
             (set(), set()),
-            r"differs from the target's in 2 of 3 tokens, e\.g\. 'b' is 1",
+            r"differs from the target's in 2 of 3 ids, e\.g\. 1 is 'c' and not 'b'",
         ),
         (TEXT, TEXT | {"d": 3}, (set(), set()), "tokenizer differs"),
         (TEXT | {"d": 3}, TEXT | {"<end>": 3}, (set(), {3}), "tokenizer differs"),
