@@ -83,16 +83,6 @@ def resolve_config(config_or_preset: str, overrides: Overrides | None = None) ->
     return parse_config(tree, config_or_preset)
 
 
-def models_to_fetch(preset: str, overrides: Overrides) -> list[str]:
-    """Returns the models of a preset that have no local copy yet and that no override replaces."""
-    config = resolve_config(preset)
-    used = [config.target.model] if overrides.target is None else []
-    if (drafter_model := config.drafter_model) is not None and overrides.drafter is None:
-        used.append(drafter_model)
-    # A model that has been fetched has its path here instead of its hub id.
-    return [BY_HUB_ID[model].name for model in used if model in BY_HUB_ID]
-
-
 def _set_ports(tree: dict[str, Any], config: OutriderConfig, overrides: Overrides) -> None:
     """Sets the public ports: the gateway's, or without one Serve's."""
     ports = {"grpc_port": overrides.grpc_port, "http_port": overrides.http_port}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="keys_command", metavar="new|revoke", required=True)
     new = commands.add_parser("new", help="make a key, print its secret once, and put its hash into the file")
     new.add_argument("name", metavar="NAME", help="of the key")
-    new.add_argument("--expires", type=_expires, help="90d from now, or a time such as 2027-01-01 (default: never)")
+    new.add_argument("--expires", metavar="DAYS", type=positive, help="days from now (default: never)")
     limit = "at most (default: serving.gateway.requests_per_minute)"
     new.add_argument("--requests-per-minute", metavar="N", type=positive, help=limit)
     revoke = commands.add_parser("revoke", help="take a key out of the file")
@@ -52,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _new(args: argparse.Namespace) -> None:
-    secret, limit = new_secret(), args.requests_per_minute
-    key = Key(name=args.name, hash=hash_of(secret), expires=args.expires, requests_per_minute=limit)
+    secret, limit, now = new_secret(), args.requests_per_minute, datetime.now(UTC).replace(microsecond=0)
+    expires = None if args.expires is None else now + timedelta(days=args.expires)
+    key = Key(name=args.name, hash=hash_of(secret), expires=expires, requests_per_minute=limit)
     with changing(args.file) as keys:
         if any(known.name == key.name for known in keys):
             raise ConfigError(
@@ -70,16 +70,3 @@ def _revoke(args: argparse.Namespace) -> None:
             raise ConfigError(f"NAME: {args.name!r} is not in {args.file}")
         keys.remove(revoked[0])
     print(f"outrider: key {args.name} is revoked; its running requests are finished", file=sys.stderr)
-
-
-def _expires(text: str) -> datetime:
-    now = datetime.now(UTC).replace(microsecond=0)
-    try:
-        days = re.fullmatch(r"([1-9][0-9]{0,4})d", text)
-        at = now + timedelta(days=int(days[1])) if days else datetime.fromisoformat(text)
-    except ValueError:
-        at = now
-    at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
-    if at <= now:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time to come: 90d, or 2027-01-01")
-    return at

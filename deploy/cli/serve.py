@@ -20,7 +20,7 @@ from outrider.deploy.cli.arguments import DTYPES, add_config_arguments
 from outrider.deploy.liveness import ServerDied
 from outrider.deploy.llm.flags import add_own_flags, config_from_flags, given_own_flags
 from outrider.deploy.ports import reachable, settle_ports
-from outrider.deploy.preset import Overrides, is_preset, models_to_fetch, preset_names, resolve_config
+from outrider.deploy.preset import Overrides, is_preset, preset_names, resolve_config
 from outrider.deploy.processes import Stopped, StopSignal
 from outrider.deploy.progress import Progress
 
@@ -100,11 +100,11 @@ def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
     """
     from outrider.deploy.models.check import check_models
     from outrider.deploy.models.fetch import fetch
-    from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS
+    from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, PRESET_MODELS
 
     settled = settle_ports(resolve(args))  # before a fetch of minutes
     if (preset := args.config_file or args.config) in FETCHED_WHEN_MISSING and is_preset(preset):
-        for name in models_to_fetch(preset, _overrides(args)):
+        for name in PRESET_MODELS[preset]:
             fetch(MODELS[name], progress)
         settled = settle_ports(resolve(args))
     check_models(settled)

@@ -41,19 +41,17 @@ def fetch(source: Source, progress: Progress) -> Path:
 
     A drafter is assembled with its target's tensors.
     """
+    if (copy := find_copy(source)) is not None:
+        return copy
     directory = models_dir()
     final = directory / source.name
     try:
         if isinstance(source, ModelSource):
-            if find_model(source.name) is not None:
-                return final
             _fetch_model(source, directory, progress)
         else:
-            target = fetch(MODELS[source.target], progress)
-            if find_copy(source) is None:
-                from outrider.deploy.distill.stored import assemble
+            from outrider.deploy.distill.stored import assemble
 
-                assemble(source.stored, target, final)
+            assemble(source.stored, fetch(MODELS[source.target], progress), final)
     except OSError as error:
         problem = f"{error.filename or directory}: {error.strerror or error}"
         raise FetchError(f"{problem}; models are kept below OUTRIDER_HOME, which may be any directory") from error

@@ -24,7 +24,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_new_key_is_printed_once_and_kept_as_a_hash(file, capsys) -> None:
-    assert main(["keys", "new", "ci", "--expires", "90d", "--requests-per-minute", "60"]) == 0
+    assert main(["keys", "new", "ci", "--expires", "90", "--requests-per-minute", "60"]) == 0
     out, err = capsys.readouterr()
     secret = out.strip()
     (key,) = load_keys("keys_file", file)
@@ -53,9 +53,7 @@ def test_a_name_is_taken_once(file, capsys) -> None:
     assert file.read_text() == before
 
 
-@pytest.mark.parametrize(
-    "wrong", [["ci", "--expires", "soon"], ["ci", "--expires", "2001-01-01"], ["ci", "--scopes", "admin"]]
-)
+@pytest.mark.parametrize("wrong", [["ci", "--expires", "soon"], ["ci", "--expires", "0"], ["ci", "--scopes", "admin"]])
 def test_a_wrong_command_line_makes_no_key(file, wrong) -> None:
     with pytest.raises(SystemExit):
         main(["keys", "new", *wrong])

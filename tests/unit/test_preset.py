@@ -22,7 +22,7 @@ from outrider.deploy.models.store import (
     models_dir,
     write_manifest,
 )
-from outrider.deploy.preset import Overrides, models_to_fetch, preset_names, resolve_config
+from outrider.deploy.preset import Overrides, preset_names, resolve_config
 
 pytestmark = pytest.mark.usefixtures("outrider_home")
 
@@ -62,7 +62,6 @@ def test_a_preset_uses_the_copies_that_are_fetched() -> None:
     assert config.target.model == str(target)
     assert isinstance(config.drafter, DraftModelConfig)
     assert config.drafter.model == "Qwen/Qwen2.5-Coder-0.5B-Instruct"
-    assert models_to_fetch("qwen-coder", Overrides()) == ["Qwen2.5-Coder-0.5B-Instruct"]
 
 
 def test_a_file_keeps_its_hub_id_even_when_a_copy_is_fetched(tmp_path: Path) -> None:
@@ -70,14 +69,6 @@ def test_a_file_keeps_its_hub_id_even_when_a_copy_is_fetched(tmp_path: Path) -> 
     file = tmp_path / "mine.yaml"
     file.write_text("target: {model: HuggingFaceTB/SmolLM2-135M-Instruct}")
     assert resolve_config(str(file)).target.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
-
-
-def test_what_is_overridden_need_not_be_fetched(tmp_path: Path) -> None:
-    target, drafter = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-drafter"
-    path = str(checkpoint(tmp_path / "m"))
-    assert models_to_fetch("smollm2", Overrides()) == [target, drafter]
-    assert models_to_fetch("smollm2", Overrides(drafter=path)) == [target]
-    assert models_to_fetch("smollm2", Overrides(target=path, drafter=path)) == []
 
 
 def test_overrides_reach_their_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
