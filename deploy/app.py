@@ -112,9 +112,6 @@ class ReplicaPlan:
     pool: ReplicaPlacement | None = None
     """Placement of each drafter of the pool; None without a pool."""
 
-    num_drafters: int = 0
-    """Least number of drafters in the pool."""
-
     most_drafters: int = 0
     """Greatest number of drafters in the pool."""
 
@@ -130,16 +127,18 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     Raises ConfigError for cores that are not available.
     """
     pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
-    sizes = (0, 0) if pooled is None else (pooled.least_drafters, pooled.most_drafters)
+    most_drafters = 0 if pooled is None else pooled.most_drafters
     if engine_on_gpu():
         for name, section in (("target", config.target), ("drafter", config.drafter)):
             if section is not None and section.cores is not None:
                 raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
-        return ReplicaPlan(placement_of(config, None), None, (), pool_placement_of(config, None), *sizes)
+        return ReplicaPlan(placement_of(config, None), None, (), pool_placement_of(config, None), most_drafters)
     if (backend := config.link.backend) in DEVICE_BACKENDS:
         raise ConfigError(f"link.backend: {backend} needs a device at both ends, and this vLLM runs on CPU; use auto")
     cores = plan_cores(config, available_cores())
-    return ReplicaPlan(placement_of(config, cores), cores, cores.warnings, pool_placement_of(config, cores), *sizes)
+    return ReplicaPlan(
+        placement_of(config, cores), cores, cores.warnings, pool_placement_of(config, cores), most_drafters
+    )
 
 
 def engine_on_gpu() -> bool:

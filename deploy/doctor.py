@@ -130,7 +130,8 @@ def check_devices(config: OutriderConfig, gpu: bool) -> list[Finding]:
         cores = Finding(Level.OK, "cores", f"{len(available_cores())} usable")
         fix = "use a machine with more cores, or fewer ranks and replicas"
         return [Finding(Level.WARN, "cores", text, fix) for text in plan.warnings] or [cores]
-    wanted = int(plan.total("GPU", config.serving.least_replicas, plan.num_drafters))
+    drafters = 0 if config.remote_drafter is None else config.remote_drafter.num_drafters
+    wanted = int(plan.total("GPU", config.serving.num_replicas, drafters))
     return [checked("GPUs", lambda: check_gpus(number_of_gpus(), wanted))]
 
 

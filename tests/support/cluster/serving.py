@@ -486,7 +486,7 @@ class Deployments:
         config = parse_config(self._configurations[name])
         plan = plan_replica(config)
         # So that a test may change how many there are.
-        pooled = plan.pool is not None and plan.num_drafters == plan.most_drafters
+        pooled = plan.pool is not None and getattr(config.drafter, "autoscaling", None) is None
         serve.run(
             build_app(config, plan), name=config.serving.app_name, route_prefix="/", external_scaler_enabled=pooled
         )
