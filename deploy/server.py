@@ -87,25 +87,21 @@ class Server:
         adopt_orphans()
         # Importing the replica's class loads vLLM, which takes seconds that starting Ray leaves idle.
         import_early("outrider.actors.serving.replica")
-        with self._progress.stage("Ray started"):
-            self._start_ray(plan)
+        self._start_ray(plan)
         self._progress.say(f"deploying {describe(self._config)}")
         if self._serving.gateway != "off":
             os.environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(32))
         app = build_app(self._config, plan)
-        with self._progress.stage("Ray Serve started"):
-            self._start_serve()
+        self._start_serve()
         serve.run_many([serve.RunTarget(app, name=self._name, route_prefix="/")], wait_for_applications_running=False)
-        with self._progress.stage("replicas up"):
-            self._wait_until_running()
+        self._wait_until_running()
         if self._serving.gateway != "off":
             http, grpc = (self._host, self._serving.http_port or 0), (self._host, self._serving.grpc_port or 0)
             self._gateway = Gateway(self._serving.gateway, os.environ[TOKEN_VARIABLE], http, grpc)
             self._gateway.start()
-        with self._progress.stage("first answer"):
-            while (lacks := self._lacks()) is not None:
-                self._progress.wait("waiting for the first answer", f"({lacks})")
-                self._stop.wait(0.2)
+        while (lacks := self._lacks()) is not None:
+            self._progress.wait("waiting for the first answer", f"({lacks})")
+            self._stop.wait(0.2)
         self._serves = True
 
     def wait(self) -> None:

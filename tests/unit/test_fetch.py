@@ -53,7 +53,6 @@ class Converter:
 
 def source(parts: list[bytes] = PARTS, sha256: str | None = None) -> ModelSource:
     return ModelSource(
-        name="Tiny",
         hub_id="org/Tiny",
         packages=tuple(f"parts-{index}==1.0" for index in range(1, len(parts) + 1)),
         member=r"/data/part\d+\.bin$",

@@ -1,16 +1,10 @@
-"""What a start-up costs and says: no heavy imports where nothing needs them, and a line for every stage."""
+"""What a start-up costs: no heavy imports where nothing needs them."""
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
-
-import pytest
-
-from outrider.deploy.progress import Progress
-from tests.support.clock import Clock
 
 LIGHT = (
     "outrider.deploy.cli.serve",
@@ -46,14 +40,3 @@ def heavy_after(code: str, heavy: tuple[str, ...] = HEAVY) -> list[str]:
 def test_only_engines_import_vllm_and_torch() -> None:
     """Nor do the drafters that look up, when they are loaded."""
     assert heavy_after("\n".join([*(f"import {module}" for module in LIGHT), LOOK_UP_DRAFTERS])) == []
-
-
-def test_progress_tells_a_stage_when_it_is_done_and_not_one_that_failed() -> None:
-    stream, clock = io.StringIO(), Clock(100.0)
-    progress = Progress(stream, clock=clock)
-    with progress.stage("Ray started"):
-        clock.now += 7.26
-        assert stream.getvalue() == ""
-    with pytest.raises(RuntimeError), progress.stage("Ray Serve started"):
-        raise RuntimeError
-    assert stream.getvalue() == "outrider: [   7 s]   Ray started: 7.3 s\n"
