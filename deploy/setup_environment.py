@@ -79,11 +79,9 @@ def verify(accelerator: str) -> None:
     print("Checking that torch, transformers, vLLM, Ray and Outrider work together (up to a minute)", flush=True)
     flashinfer = "flashinfer, " if accelerator == "gpu" else ""  # by which vLLM chooses attention
     code = (
-        f"import torch, transformers, {flashinfer}ray.serve\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel\n"
-        "from vllm.platforms import current_platform as p; assert p.is_cpu() or p.is_cuda(), p.device_type\n"
-        "import outrider.actors.serving.replica, outrider.actors.vllm_adapter.target_engine\n"
-        "import outrider.actors.vllm_adapter.target_worker, outrider.v1.generation_pb2_grpc"
+        f"import torch, {flashinfer}ray.serve, outrider.actors.serving.replica\n"
+        "import outrider.actors.vllm_adapter.target_engine, outrider.actors.vllm_adapter.target_worker\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel"
     )
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     # Outside the source tree, so that missing packages of ours are noticed.

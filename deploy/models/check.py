@@ -11,13 +11,11 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from outrider.actors.learning.draft_models import SUPPORTED
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, MLPSpeculatorConfig, OutriderConfig
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.fetch import FetchError, fetch_from_hub
-from outrider.deploy.models.identity import check_made_for
+from outrider.deploy.models.identity import check_made_for, weights_digest
 
 ModelJson = Mapping[str, Any]
 """Type of a decoded config.json."""
@@ -63,22 +61,16 @@ def check_files(section: str, directory: Path, *, has_weights: bool = True) -> N
         raise ConfigError(
             f"{section}.model: {directory} holds no tokenizer; {_AGAIN}, or set {section}.engine_args.tokenizer"
         )
-    index, names = directory / "model.safetensors.index.json", set[str]()
-    try:
-        if has_weights and index.is_file():
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        for file in directory.glob("*.safetensors") if has_weights else ():
-            with safe_open(file, framework="np"):
-                pass
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-        raise ConfigError(f"{section}.model: {directory} is damaged ({error}); {_AGAIN}") from None
-    missing = sorted(name for name in names if not (directory / name).is_file())
-    if missing:
+    if not has_weights:
+        return
+    weights_digest(directory, contents=False)  # reads the header of every file
+    index = directory / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set[str]()
+    if missing := sorted(name for name in names if not (directory / name).is_file()):
         raise ConfigError(
             f"{section}.model: {directory}: {missing[0]} of {len(names)} weight files is missing; {_AGAIN}"
         )
-    kinds = {file.suffix for file in directory.iterdir()}
-    if has_weights and not kinds & {".safetensors", ".bin", ".pt", ".gguf"}:
+    if not {file.suffix for file in directory.iterdir()} & {".safetensors", ".bin", ".pt", ".gguf"}:
         raise ConfigError(f"{section}.model: {directory}: no weights (*.safetensors); {_AGAIN}")
 
 
