@@ -61,11 +61,7 @@ def resolve_config(config_or_preset: str, overrides: Overrides | None = None) ->
         )
     config = load_config(_PRESETS / f"{config_or_preset}.yaml" if from_preset else config_or_preset)
     if overrides.drafter is not None and config.drafter_model is None:
-        method = f"is of method {config.drafter.method}" if config.drafter else "section is missing"
-        raise ConfigError(
-            f"drafter: --drafter names a draft model, but the drafter {method} and has no model; "
-            "leave --drafter out, or use a configuration whose drafter.method is draft_model"
-        )
+        raise ConfigError("drafter: --drafter names a draft model, and the drafter section has none; leave it out")
     tree = config.model_dump(exclude_unset=True)  # defaults that depend on the device are chosen later
     sections = {"target": tree["target"]}
     if config.drafter_model is not None:

@@ -89,7 +89,7 @@ def test_dtype_leaves_an_ngram_drafter_alone(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(f"target: {{model: {checkpoint(tmp_path / 't')}}}\ndrafter: {{method: ngram}}")
     assert resolve_config(str(file), Overrides(dtype="float32")).target.dtype == "float32"
-    with pytest.raises(ConfigError, match=r"drafter: --drafter names a draft model, but .* is of method ngram"):
+    with pytest.raises(ConfigError, match="drafter: --drafter names a draft model, and the drafter section has none"):
         resolve_config(str(file), Overrides(drafter="/x"))
 
 
