@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
+from outrider.cluster.vocabulary import mask_token
 from outrider.deploy.cli.arguments import address, positive
 
 DEFAULT_KS = (2, 3, 4, 6)
@@ -111,7 +112,7 @@ def drafts_in_one_pass(model: str) -> bool:
         known = json.loads((Path(model) / "config.json").read_text())
     except OSError:  # a hub id: give --against-config to try it
         return False
-    return any(key in known for key in ("pard_token", "ptd_token_id", "mask_token_id", "dspark_noise_token_id"))
+    return mask_token(known) is not None
 
 
 def with_cores(config: OutriderConfig, **sets: list[list[int]] | None) -> OutriderConfig:
