@@ -32,9 +32,6 @@ from outrider.cluster.modes import MAX_PATHS
 MAX_SPECULATIVE_TOKENS = 32
 """Upper limit of ``num_speculative_tokens``. It sizes the link's frames and the verifier's rows."""
 
-MIN_DRAFT_STEP_TOKENS = 64
-"""Lower limit of a drafter's ``max_num_batched_tokens``: a sequence may catch up with so many tokens in one step."""
-
 REMOTE_METHODS = ("draft_model", "ngram", "suffix")
 """Methods of a drafter actor. They need tokens only."""
 
@@ -319,8 +316,8 @@ class DraftModelConfig(ActorConfig, EngineConfig):
 
     @model_validator(mode="after")
     def _can_work(self) -> DraftModelConfig:
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < MIN_DRAFT_STEP_TOKENS:
-            raise ValueError(f"max_num_batched_tokens: one sequence feeds up to {MIN_DRAFT_STEP_TOKENS}; set that many")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < 64:
+            raise ValueError("max_num_batched_tokens: one sequence feeds up to 64 tokens in a step; set that many")
         if self.draft_vocab_size and self.tensor_parallel_size > 1:
             raise ValueError("draft_vocab_size: needs the output head on one rank; set tensor_parallel_size: 1")
         if self.learn is not None and self.lora_modules:
@@ -356,8 +353,7 @@ class NgramConfig(LookupConfig):
     @model_validator(mode="after")
     def _range(self) -> NgramConfig:
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            low, high = self.prompt_lookup_min, self.prompt_lookup_max
-            raise ValueError(f"prompt_lookup_min ({low}) is above prompt_lookup_max ({high}); swap or equal them")
+            raise ValueError(f"prompt_lookup_min: {self.prompt_lookup_min} is above prompt_lookup_max; swap them")
         return self
 
 
@@ -387,16 +383,6 @@ class SuffixConfig(LookupConfig):
 
 class OnTargetConfig(Section):
     """A drafter that runs on the target's ranks, without an actor, GPUs or cores of its own."""
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Ranks of its own: none."""
-        return 0
-
-    @property
-    def cores(self) -> None:
-        """It runs on the target's."""
-        return
 
 
 class MLPSpeculatorConfig(OnTargetConfig):
@@ -479,8 +465,6 @@ def _refusal_of(section: Mapping[str, Any]) -> str | None:
         )
     if placement not in ("with_target", "pool", "co_located"):
         return f"placement: must be 'with_target', 'pool' or 'co_located' (found {placement!r})"
-    if method is None:
-        return "method: required, but missing"
     if placement != "co_located" and method not in REMOTE_METHODS:
         return (
             f"method: a drafter actor takes {', '.join(REMOTE_METHODS)}; for a method of vLLM's own, such as eagle3, "

@@ -125,7 +125,7 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     Raises ConfigError for cores that are not available.
     """
     if engine_on_gpu():
-        for name, section in (("target", config.target), ("drafter", config.drafter)):
+        for name, section in (("target", config.target), ("drafter", config.remote_drafter)):
             if section is not None and section.cores is not None:
                 raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
         return ReplicaPlan(placement_of(config, None), None, (), pool_placement_of(config, None))
