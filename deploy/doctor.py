@@ -5,7 +5,6 @@ Nothing is started or changed. The config.json of a hub id is downloaded, as by 
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +22,7 @@ from outrider.deploy.gateway.files import contents
 from outrider.deploy.models.check import check_files, check_models
 from outrider.deploy.ports import settle_ports
 from outrider.deploy.preset import Overrides, resolve_config
+from outrider.deploy.setup_environment import number_of_gpus
 
 
 class Level(StrEnum):
@@ -45,15 +45,15 @@ class Finding:
 
 
 def checked(subject: str, check: Callable[[], object], text: str = "") -> Finding:
-    """Returns OK with the given text or the check's result, or FAIL with its ConfigError."""
+    """Returns OK with the given text or the check's result, or FAIL with its error."""
     try:
         found = check()
-    except ConfigError as error:
+    except ValueError as error:  # ConfigError, and JSON that cannot be read
         return failed(subject, error)
     return Finding(Level.OK, subject, text or str(found))
 
 
-def failed(subject: str, error: ConfigError) -> Finding:
+def failed(subject: str, error: ValueError) -> Finding:
     """Splits an error of the form ``field: problem; fix``."""
     problem, _, fix = str(error).partition("; ")
     return Finding(Level.FAIL, subject, problem, fix or "see docs/configuration.md")
@@ -131,15 +131,6 @@ def check_devices(config: OutriderConfig, gpu: bool) -> list[Finding]:
     drafters = 0 if config.remote_drafter is None else config.remote_drafter.num_drafters
     wanted = int(plan.total("GPU", config.serving.num_replicas, drafters))
     return [checked("GPUs", lambda: check_gpus(number_of_gpus(), wanted))]
-
-
-def number_of_gpus() -> int:
-    """Returns how many GPUs nvidia-smi lists. Raises ConfigError."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"nvidia-smi: does not list GPUs ({error}); install the driver, or outrider[cpu]") from None
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def check_gpus(found: int, wanted: int) -> str:

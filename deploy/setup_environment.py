@@ -44,13 +44,13 @@ class SetupError(RuntimeError):
     """Says why the setup failed, and what to do."""
 
 
-def detect_accelerator() -> str:
-    """Returns ``gpu`` if nvidia-smi lists a device, else ``cpu``."""
+def number_of_gpus() -> int:
+    """Returns how many GPUs nvidia-smi lists; 0 without it."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return "cpu"
-    return "gpu" if listing.returncode == 0 and "GPU" in listing.stdout else "cpu"
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def uv_settings(pip_settings: str) -> dict[str, str]:
@@ -114,7 +114,7 @@ def set_up(accelerator: str, *, serving: bool) -> None:
         done = subprocess.run(command, cwd=ROOT, env={**settings, **os.environ})  # uv's own variables take precedence
     if done.returncode != 0:
         raise SetupError(f"uv ended with exit code {done.returncode}. {CPU_TORCH_HINT if accelerator == 'cpu' else ''}")
-    if accelerator == "gpu" and detect_accelerator() == "cpu":
+    if accelerator == "gpu" and not number_of_gpus():
         print("Not tried out, since no GPU is here: `make test-cuda-build` does what can be done without")
     else:
         verify(accelerator)
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--serving", action="store_true", help="for an image: no development tools, not editable")
     arguments = parser.parse_args()
     try:
-        set_up(arguments.accelerator or detect_accelerator(), serving=arguments.serving)
+        set_up(arguments.accelerator or ("gpu" if number_of_gpus() else "cpu"), serving=arguments.serving)
     except SetupError as error:
         print(f"outrider: setup failed. {error}", file=sys.stderr)
         return 1

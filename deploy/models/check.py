@@ -66,7 +66,7 @@ def check_files(section: str, directory: Path, *, has_weights: bool = True) -> N
         return
     weights_digest(directory, contents=False)  # reads the header of every file
     index = directory / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set[str]()
+    names = set(json.loads(index.read_text()).get("weight_map", {}).values()) if index.is_file() else set[str]()
     if missing := sorted(name for name in names if not (directory / name).is_file()):
         raise ConfigError(
             f"{section}.model: {directory}: {missing[0]} of {len(names)} weight files is missing; {_AGAIN}"

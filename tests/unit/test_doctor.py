@@ -74,6 +74,8 @@ def wrong(tmp_path: Path, model: Path, port: int) -> dict[str, tuple[str, dict[s
     damaged, stranger = checkpoint(tmp_path / "damaged"), checkpoint(tmp_path / "stranger", ("b", "a"))
     file = damaged / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
+    cut = checkpoint(tmp_path / "cut")
+    (cut / "model.safetensors.index.json").write_text('{"weight_map": {')
     empty = checkpoint(tmp_path / "empty")
     (empty / "model.safetensors").unlink()
 
@@ -91,6 +93,7 @@ def wrong(tmp_path: Path, model: Path, port: int) -> dict[str, tuple[str, dict[s
         ),
         "no checkpoint": ("target.model", {"target": {"model": nowhere}}),
         "damaged weights": ("target.model", {"target": {"model": str(damaged)}}),
+        "an index cut short": ("target.model", {"target": {"model": str(cut)}}),
         "no weights": ("target.model", {"target": {"model": str(empty)}}),
         "another tokenizer": ("drafter.model", drafted_by(stranger)),
         "ranks": ("target.tensor_parallel_size", {"target": {**target, "tensor_parallel_size": 3}}),
