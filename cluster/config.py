@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import (
-    AliasChoices,
     ConfigDict,
     Discriminator,
     Field,
@@ -32,12 +31,6 @@ from outrider.cluster.modes import MAX_PATHS
 
 MAX_SPECULATIVE_TOKENS = 32
 """Upper limit of ``num_speculative_tokens``. It sizes the link's frames and the verifier's rows."""
-
-MAX_DRAFT_TOP_N = 128
-"""Upper limit of ``draft_top_n``. It sizes the link's frames and what a GPU program holds of q. 64 loses nothing."""
-
-MIN_DRAFT_STEP_TOKENS = 64
-"""Lower limit of a drafter's ``max_num_batched_tokens``: a sequence may catch up with so many tokens in one step."""
 
 REMOTE_METHODS = ("draft_model", "ngram", "suffix")
 """Methods of a drafter actor. They need tokens only."""
@@ -149,10 +142,8 @@ class TargetConfig(EngineConfig):
     @model_validator(mode="after")
     def _belong_together(self) -> TargetConfig:
         if self.async_scheduling and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"async_scheduling: true does not go with pipeline_parallel_size ({self.pipeline_parallel_size}) above "
-                "1: a step is scheduled when all stages are done with the one before it; leave it out"
-            )
+            size = self.pipeline_parallel_size
+            raise ValueError(f"async_scheduling: true does not go with pipeline_parallel_size ({size}); leave it out")
         return self
 
     @property
@@ -209,12 +200,6 @@ class LearningConfig(Section):
 
     directory: str | None = Field(None, min_length=1)
     """Directory that keeps each version as a checkpoint for ``drafter.model``. Default: memory only."""
-
-    @model_validator(mode="after")
-    def _one_place(self) -> LearningConfig:
-        if self.num_gpus and self.cores is not None:
-            raise ValueError("cores: the trainer has a GPU (num_gpus); leave one of the two out")
-        return self
 
 
 class Bounds(Section):
@@ -279,11 +264,6 @@ class ActorConfig(Section):
         return False
 
     @property
-    def least_drafters(self) -> int:
-        """The number of drafters that a pool has from the start."""
-        return self.num_drafters if self.autoscaling is None else self.autoscaling.min
-
-    @property
     def most_drafters(self) -> int:
         return self.num_drafters if self.autoscaling is None else self.autoscaling.max
 
@@ -306,11 +286,6 @@ class DraftModelConfig(ActorConfig, EngineConfig):
 
     method: Literal["draft_model"]
     """``draft_model``."""
-
-    tensor_parallel_size: int = Field(
-        1, ge=1, validation_alias=AliasChoices("tensor_parallel_size", "draft_tensor_parallel_size")
-    )
-    """Ranks that the model is sharded over, all on one node. ``draft_tensor_parallel_size`` is the same key."""
 
     prefill_chunk_tokens: int = Field(128, ge=1)
     """Prompt tokens that the drafter processes between two rounds. Bounds how long a prefill delays a proposal. Default
@@ -340,8 +315,8 @@ class DraftModelConfig(ActorConfig, EngineConfig):
 
     @model_validator(mode="after")
     def _can_work(self) -> DraftModelConfig:
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < MIN_DRAFT_STEP_TOKENS:
-            raise ValueError(f"max_num_batched_tokens: one sequence feeds up to {MIN_DRAFT_STEP_TOKENS}; set that many")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < 64:
+            raise ValueError("max_num_batched_tokens: one sequence feeds up to 64 tokens in a step; set that many")
         if self.draft_vocab_size and self.tensor_parallel_size > 1:
             raise ValueError("draft_vocab_size: needs the output head on one rank; set tensor_parallel_size: 1")
         if self.learn is not None and self.lora_modules:
@@ -377,8 +352,7 @@ class NgramConfig(LookupConfig):
     @model_validator(mode="after")
     def _range(self) -> NgramConfig:
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            low, high = self.prompt_lookup_min, self.prompt_lookup_max
-            raise ValueError(f"prompt_lookup_min ({low}) is above prompt_lookup_max ({high}); swap or equal them")
+            raise ValueError(f"prompt_lookup_min: {self.prompt_lookup_min} is above prompt_lookup_max; swap them")
         return self
 
 
@@ -408,16 +382,6 @@ class SuffixConfig(LookupConfig):
 
 class OnTargetConfig(Section):
     """A drafter that runs on the target's ranks, without an actor, GPUs or cores of its own."""
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Ranks of its own: none."""
-        return 0
-
-    @property
-    def cores(self) -> None:
-        """It runs on the target's."""
-        return
 
 
 class MLPSpeculatorConfig(OnTargetConfig):
@@ -493,18 +457,13 @@ def _refusal_of(section: Mapping[str, Any]) -> str | None:
     """What is wrong with a drafter's ``placement`` or ``method``, as ``field: problem; fix``."""
     placement, method = section.get("placement", "with_target"), section.get("method")
     if method == MLP_SPECULATOR:
-        if "placement" in section:
-            return f"placement: a drafter of method {method} runs on the target's verifier rank alone; leave it out"
-        return None
-    if placement not in ("with_target", "pool", "co_located"):
         return (
-            "placement: must be 'with_target' (a drafter actor beside each target), 'pool' (drafter actors that all "
-            f"targets share) or 'co_located' (inside the target's engine) (found {placement!r})"
+            "placement: mlp_speculator runs on the target's ranks alone; leave it out"
+            if "placement" in section
+            else None
         )
-    if method is None:
-        return "method: required, but missing"
-    if method == "custom_class":
-        return f"method: vLLM has no drafter for it; use another (found {method!r})"
+    if placement not in ("with_target", "pool", "co_located"):
+        return f"placement: must be 'with_target', 'pool' or 'co_located' (found {placement!r})"
     if placement != "co_located" and method not in REMOTE_METHODS:
         return (
             f"method: a drafter actor takes {', '.join(REMOTE_METHODS)}; for a method of vLLM's own, such as eagle3, "
@@ -528,7 +487,7 @@ class SpeculationConfig(Section):
     sends token ids only and gives the same tokens whatever the drafter does; requests with a seed or structured output
     use it by default. Temperature 0 is always greedy. Default: rejection, or coupled where num_paths exceeds 1."""
 
-    draft_top_n: int = Field(64, ge=0, le=MAX_DRAFT_TOP_N)
+    draft_top_n: int = Field(64, ge=0, le=128)
     """rejection, block: number of likeliest tokens that the drafter samples from and sends with probabilities, per
     position. 0: greedy drafts, ids only."""
 
@@ -564,13 +523,6 @@ class LinkConfig(Section):
 
     link_deadline_ms: float = Field(5000.0, gt=0, allow_inf_nan=False)
     """Silence after which the link is given up, aborted and made anew with a new epoch."""
-
-    @field_validator("backend", mode="before")
-    @classmethod
-    def _refuse_removed(cls, value: object) -> object:
-        if value in ("local", "gloo"):
-            raise ValueError(f"{value} was removed; write auto, which moves host memory within and between machines")
-        return value
 
     @model_validator(mode="after")
     def _order(self) -> LinkConfig:
@@ -708,9 +660,8 @@ class ServingConfig(Section):
     """Time for running answers to finish when the server or a replica is taken down. New requests are refused
     meanwhile; answers that remain are cut."""
 
-    surge: bool | None = None
-    """Whether a deploy starts each new replica before it stops an old one, which needs room for one more. Default: true
-    if the nodes have the room."""
+    surge: bool = False
+    """Whether a deploy starts each new replica before it stops an old one. Without room for one more it then waits."""
 
     max_ongoing_requests: int = Field(64, ge=1)
     """Maximum requests of a replica, running and waiting; its scheduler batches max_num_seqs of them. Default on GPU:
@@ -785,11 +736,6 @@ class ServingConfig(Section):
         )
 
     @property
-    def least_replicas(self) -> int:
-        """The number that there always is, but for those that are being replaced."""
-        return self.num_replicas if self.autoscaling is None else self.autoscaling.min
-
-    @property
     def most_replicas(self) -> int:
         return self.num_replicas if self.autoscaling is None else self.autoscaling.max
 
@@ -849,10 +795,7 @@ class OutriderConfig(Section):
         drafter = dict(section)
         k = drafter.pop("num_speculative_tokens")
         if speculation.get("num_speculative_tokens", k) != k:
-            raise ValueError(
-                f"num_speculative_tokens is {k} in the drafter section and {speculation['num_speculative_tokens']} in "
-                "speculation; give it once"
-            )
+            raise ValueError(f"drafter.num_speculative_tokens: {k} is not speculation's; give it once")
         return {**data, "drafter": drafter, "speculation": {**speculation, "num_speculative_tokens": k}}
 
     @field_validator("drafter", mode="before")
@@ -889,14 +832,11 @@ class OutriderConfig(Section):
 
     def _check_co_located(self) -> None:
         """Refuses what vLLM's own rounds would ignore, or have never been run with."""
-        for name, section, wanted in (
-            ("speculation", self.speculation, ("num_speculative_tokens",)),
-            ("link", self.link, ()),
-        ):
-            defaults = type(section)()
-            for key in type(section).model_fields:
-                if key not in wanted and getattr(section, key) != getattr(defaults, key):
-                    raise ValueError(f"{name}.{key}: has no effect on drafter.placement: co_located; leave it out")
+        for name, section in (("speculation", self.speculation), ("link", self.link)):
+            usual = type(section)()
+            changed = [key for key, value in section if value != getattr(usual, key)]
+            if unused := [key for key in changed if key != "num_speculative_tokens"]:
+                raise ValueError(f"{name}.{unused[0]}: has no effect on drafter.placement: co_located; leave it out")
         for key, set_ in (
             ("lora_modules", self.target.serves_lora),
             ("engine_args.limit_mm_per_prompt", self.target.takes_pictures),

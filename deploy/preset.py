@@ -61,11 +61,7 @@ def resolve_config(config_or_preset: str, overrides: Overrides | None = None) ->
         )
     config = load_config(_PRESETS / f"{config_or_preset}.yaml" if from_preset else config_or_preset)
     if overrides.drafter is not None and config.drafter_model is None:
-        method = f"is of method {config.drafter.method}" if config.drafter else "section is missing"
-        raise ConfigError(
-            f"drafter: --drafter names a draft model, but the drafter {method} and has no model; "
-            "leave --drafter out, or use a configuration whose drafter.method is draft_model"
-        )
+        raise ConfigError("drafter: --drafter names a draft model, and the drafter section has none; leave it out")
     tree = config.model_dump(exclude_unset=True)  # defaults that depend on the device are chosen later
     sections = {"target": tree["target"]}
     if config.drafter_model is not None:
@@ -81,16 +77,6 @@ def resolve_config(config_or_preset: str, overrides: Overrides | None = None) ->
             section["dtype"] = overrides.dtype  # a co-located drafter has the target's
     _set_ports(tree, config, overrides)
     return parse_config(tree, config_or_preset)
-
-
-def models_to_fetch(preset: str, overrides: Overrides) -> list[str]:
-    """Returns the models of a preset that have no local copy yet and that no override replaces."""
-    config = resolve_config(preset)
-    used = [config.target.model] if overrides.target is None else []
-    if (drafter_model := config.drafter_model) is not None and overrides.drafter is None:
-        used.append(drafter_model)
-    # A model that has been fetched has its path here instead of its hub id.
-    return [BY_HUB_ID[model].name for model in used if model in BY_HUB_ID]
 
 
 def _set_ports(tree: dict[str, Any], config: OutriderConfig, overrides: Overrides) -> None:

@@ -30,11 +30,7 @@ class Progress:
         """Prints how long the block took, unless it raises."""
         began = self._clock()
         yield
-        self.done(name, self._clock() - began)
-
-    def done(self, stage: str, seconds: float) -> None:
-        """Prints how long a stage took."""
-        self.say(f"  {stage}: {seconds:.1f} s")
+        self.say(f"  {name}: {self._clock() - began:.1f} s")
 
     def wait(self, step: str, detail: str = "") -> None:
         """Prints a line when the step changes, and from time to time while it lasts. Call it often.

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -37,7 +36,8 @@ def start_ray(
     Args:
         needed_cpus: logical CPUs of all bundles: ranks that share cores still need a bundle each.
         say: takes a line about a node that starts slowly.
-        address: of a cluster that is there. None: a new one.
+        address: of a cluster that is there. None: a new one, which ends with this process.
+        dashboard: `ray list actors` asks it. It listens on this machine alone.
 
     Returns:
         The logs of a new cluster; None for one that was there.
@@ -50,20 +50,13 @@ def start_ray(
         return None
     num_cpus = max(os.cpu_count() or 1, math.ceil(needed_cpus))
     with wait_longer_for_node(RAY_STARTS_WITHIN_S, say):
-        context = ray.init(**cluster_of_its_own(num_cpus, dashboard), **logs)
+        context = ray.init(
+            "local",  # never another cluster that runs here
+            namespace=NAMESPACE,
+            num_cpus=num_cpus,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=dashboard,
+            dashboard_host="127.0.0.1",
+            **logs,
+        )
     return Path(context.address_info["session_dir"]) / "logs"
-
-
-def cluster_of_its_own(num_cpus: int, dashboard: bool) -> dict[str, Any]:
-    """Returns arguments of ray.init for a cluster that ends with this process.
-
-    dashboard: `ray list actors` asks it. It listens on this machine alone.
-    """
-    return {
-        "address": "local",  # never another cluster that runs here
-        "namespace": NAMESPACE,
-        "num_cpus": num_cpus,
-        "object_store_memory": OBJECT_STORE_BYTES,
-        "include_dashboard": dashboard,
-        "dashboard_host": "127.0.0.1",
-    }

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import logging
-import math
 import os
-import re
 import secrets
 import socket
 import threading
@@ -21,9 +19,8 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT, REFLECTION, SERVICES
 from outrider.actors.serve_adapter.broadcast import broadcast
 from outrider.actors.serving.authentication import TOKEN_VARIABLE
@@ -31,9 +28,20 @@ from outrider.cluster.config import ConfigError, OutriderConfig, ServingConfig
 from outrider.cluster.installed import import_early
 from outrider.cluster.registry import find_registry
 from outrider.deploy import ray_access
-from outrider.deploy.app import INGRESS, POOL, TARGET, ReplicaPlan, build_app, describe, plan_replica, serve_logging
+from outrider.deploy.app import INGRESS, POOL, ReplicaPlan, build_app, describe, plan_replica, serve_logging
 from outrider.deploy.gateway import Gateway
-from outrider.deploy.liveness import ApplicationHealth, ServerDied, drain, keep_asking
+from outrider.deploy.liveness import (
+    UNSCHEDULED,
+    ApplicationHealth,
+    ServerDied,
+    all_serve,
+    explain_failure,
+    has_come_up,
+    has_failed,
+    has_given_up,
+    shortened,
+    states,
+)
 from outrider.deploy.ports import reachable
 from outrider.deploy.processes import StopSignal, adopt_orphans, descendants, end_descendants, remove_shared_memory
 from outrider.deploy.progress import Progress
@@ -43,19 +51,12 @@ REPORT_EVERY_S = 60.0
 LOOK_EVERY_S = 10.0
 BEAT_S = 3.0
 ASKING_TO_DRAIN_S = 5.0
+DRAIN_EVERY_S = 0.5
 TROUBLES_WITHIN_S = 5.0
 SERVE_SHUTDOWN_S = 45.0
 RAY_SHUTDOWN_S = 20.0
 
-UNSCHEDULED = "to be scheduled"
-"""Part of Serve's message of a deployment for whose replicas Ray has no room."""
-
-TRIES_AGAIN = "A replica failed to start with exception."
-"""Begins Serve's message of a deployment whose replica it starts anew; the status alone does not tell."""
-
 RAY_DAEMONS = ("gcs_server", "raylet")
-MAX_REASON_CHARS = 600
-_EXCEPTION = re.compile(r"^(?:[a-z_]\w*\.)*(\w*(?:Error|Exception)): ", re.MULTILINE)
 
 
 class Server:
@@ -74,8 +75,6 @@ class Server:
         self._logs: Path | None = None
         self._daemons: dict[int, str] = {}
         self._stopped_asking = threading.Event()
-        self._reported_stages: set[object] = set()
-        self._reported_at: dict[str, float] = {}
         self._looks_at = 0.0
         self._gateway: Gateway | None = None
         self._serves = False
@@ -88,33 +87,28 @@ class Server:
         adopt_orphans()
         # Importing the replica's class loads vLLM, which takes seconds that starting Ray leaves idle.
         import_early("outrider.actors.serving.replica")
-        with self._progress.stage("Ray started"):
-            self._start_ray(plan)
+        self._start_ray(plan)
         self._progress.say(f"deploying {describe(self._config)}")
         if self._serving.gateway != "off":
             os.environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(32))
         app = build_app(self._config, plan)
-        with self._progress.stage("Ray Serve started"):
-            self._start_serve()
+        self._start_serve()
         serve.run_many([serve.RunTarget(app, name=self._name, route_prefix="/")], wait_for_applications_running=False)
-        with self._progress.stage("replicas up"):
-            self._wait_until_running()
+        self._wait_until_running()
         if self._serving.gateway != "off":
             http, grpc = (self._host, self._serving.http_port or 0), (self._host, self._serving.grpc_port or 0)
-            token, drain_s = os.environ[TOKEN_VARIABLE], self._serving.drain_s
-            self._gateway = Gateway(self._serving.gateway, token, http, grpc, drain_s)
+            self._gateway = Gateway(self._serving.gateway, os.environ[TOKEN_VARIABLE], http, grpc)
             self._gateway.start()
-        with self._progress.stage("first answer"):
-            while (lacks := self._lacks()) is not None:
-                self._progress.wait("waiting for the first answer", f"({lacks})")
-                self._stop.wait(0.2)
+        while (lacks := self._lacks()) is not None:
+            self._progress.wait("waiting for the first answer", f"({lacks})")
+            self._stop.wait(0.2)
         self._serves = True
 
     def wait(self) -> None:
         """Blocks until a signal (Stopped), or until Ray, Serve or the application ends by itself (ServerDied)."""
         health = ApplicationHealth()
-        arguments = (self._application_state, health, self._stopped_asking)
-        threading.Thread(target=keep_asking, args=arguments, daemon=True).start()
+        arguments = (self._application_state, self._stopped_asking)
+        threading.Thread(target=health.keep_asking, args=arguments, daemon=True).start()
         while True:
             self._check_lives(health)
             self._stop.wait(BEAT_S)
@@ -138,7 +132,7 @@ class Server:
         """Asks Serve's controller whether the application exists, whether it serves, and for its messages."""
         app = serve.status().applications.get(self._name)
         if app is None or app.status is ApplicationStatus.DELETING:
-            return False, False, ""
+            return False, False, "somebody else took it down"
         self._report_troubles(app)
         said = [app.status.value, app.message, *(each.message for each in app.deployments.values())]
         return True, app.status is ApplicationStatus.RUNNING or all_serve(app), " ".join(said)
@@ -180,14 +174,20 @@ class Server:
         """Waits for running requests, until serving.drain_s is over or another signal comes."""
         ingress = serve.get_deployment_handle(INGRESS, self._name)
 
-        def ask() -> int:
+        def running() -> int:
             replies = asyncio.run(broadcast(ingress, "drain", timeout_s=ASKING_TO_DRAIN_S))
             # The requests of an ingress that does not reply cannot be waited for.
             return sum(reply.value for reply in replies if reply.ok)
 
         if self._gateway is not None:  # it takes no new connection from now on
             threading.Thread(target=self._gateway.drain, args=(self._serving.drain_s,), daemon=True).start()
-        drain(ask, self._serving.drain_s, pressed=self._stop.pressed, say=self._progress.say)
+        limit = time.monotonic() + self._serving.drain_s
+        while left := running():
+            rest_s = max(0.0, limit - time.monotonic())
+            self._progress.wait("requests running:", f"{left}; waiting {rest_s:.0f} s at most, until another signal")
+            if not rest_s or self._stop.pressed(min(DRAIN_EVERY_S, rest_s)):
+                self._progress.say(f"requests ended unfinished: {left}")
+                return
 
     def _start_ray(self, plan: ReplicaPlan) -> None:
         proxies = {**PROXY_ENVIRONMENT, GRPC_HOST_VARIABLE: self._serving.host}
@@ -196,7 +196,8 @@ class Server:
             warnings.filterwarnings("ignore")
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
         self._progress.say(f"connecting to Ray at {self._address}" if self._address else "starting Ray")
-        needed = plan.total("CPU", self._serving.most_replicas, plan.most_drafters)
+        drafter = self._config.remote_drafter
+        needed = plan.total("CPU", self._serving.most_replicas, drafter.most_drafters if drafter is not None else 0)
         self._logs = start_ray(needed, self._progress.say, address=self._address, dashboard=True, verbose=self._verbose)
         if not self._address:
             self._daemons = {each.pid: name for each in descendants() if (name := each.name()) in RAY_DAEMONS}
@@ -204,9 +205,6 @@ class Server:
         self._progress.say(f"Ray is up{self._where()}")
         for said in ray_access.secured(os.environ, self._address):
             self._progress.say(said)
-        if not self._address and os.environ.get(ray_access.AUTH_MODE) == "token":
-            # Ray's own command line does not look for a token unasked.
-            self._progress.say("see the actors with: RAY_AUTH_MODE=token ray list actors")
 
     def _start_serve(self) -> None:
         location = "EveryNode" if self._address else "HeadOnly"
@@ -220,7 +218,6 @@ class Server:
         """Returns when all deployments run; the pool of drafters is not waited for. Raises ConfigError."""
         while True:
             app = serve.status().applications.get(self._name)
-            self._report_stages()
             if app is not None:
                 self._report_troubles(app)
                 if has_come_up(app):
@@ -228,9 +225,9 @@ class Server:
                         self._progress.say("drafters of the pool still load: targets decode plainly until one is there")
                     return
                 if has_given_up(app):
-                    raise ConfigError(self._explain_failure(app))
+                    raise ConfigError(f"{explain_failure(app)}{self._where()}")
             self._ended_daemons()
-            self._progress.wait("loading:", _states(app))
+            self._progress.wait("loading:", states(app))
             self._stop.wait(0.5)
 
     def _lacks(self) -> str | None:
@@ -246,21 +243,17 @@ class Server:
         return None if status == http.client.OK else f"/health answers {status}"
 
     def _report_troubles(self, app: ApplicationStatusOverview) -> None:
-        """Prints, once a minute each, why replicas of the application are missing though the server goes on."""
+        """Repeats, once a minute, why replicas of the application are missing though the server goes on."""
         now = time.monotonic()
         if now < self._looks_at:
             return
-        self._looks_at = now + LOOK_EVERY_S
         troubles = [(POOL, trouble) for trouble in self._drafter_troubles()] if POOL in app.deployments else []
         for name, each in app.deployments.items():
-            if UNSCHEDULED in each.message:
-                troubles.append((name, each.message))
-            elif name == POOL and has_failed(each):
+            if UNSCHEDULED in each.message or (name == POOL and has_failed(each)):
                 troubles.append((name, shortened(each.message)))
         for name, text in troubles:
-            if now - self._reported_at.get(text, -math.inf) >= REPORT_EVERY_S:
-                self._reported_at[text] = now
-                self._progress.say(f"WARNING: {name}: {text}")
+            self._progress.say(f"WARNING: {name}: {text}")
+        self._looks_at = now + (REPORT_EVERY_S if troubles else LOOK_EVERY_S)
 
     def _drafter_troubles(self) -> list[str]:
         """Returns why drafters of the pool do not load. Their replicas try again without failing, so Serve does not
@@ -271,25 +264,8 @@ class Server:
         except (ray.exceptions.RayError, ValueError):  # there is no registry yet, or it is being replaced
             return []
 
-    def _report_stages(self) -> None:
-        """Prints the stages of the replicas' start-up that their logs have gained."""
-        for path in sorted(self._logs.glob("serve/replica_*.log")) if self._logs is not None else ():
-            for stage, seconds in stages_in(path.read_text(errors="replace")):
-                if (reported := (path.name, stage, seconds)) not in self._reported_stages:
-                    self._reported_stages.add(reported)
-                    self._progress.done(stage, seconds)
-
-    def _explain_failure(self, app: ApplicationStatusOverview) -> str:
-        """Returns Serve's message of the deployment that failed."""
-        failed = ((name, each.message) for name, each in app.deployments.items() if name != POOL and has_failed(each))
-        name, message = next(((name, message) for name, message in failed if message), ("serving", app.message))
-        text = shortened(message)
-        is_field = re.match(r"(?:target|drafter|speculation|link|serving|openai)[.\w]*: ", text)
-        logs = "" if self._logs is None else f" (logs: {self._logs}; shown with --verbose)"
-        return f"{'' if is_field else f'{name.lower()}: '}{text}{logs}"
-
     def _where(self) -> str:
-        return f" (logs: {self._logs})" if self._logs is not None else ""
+        return f" (logs: {self._logs}; shown with --verbose)" if self._logs is not None else ""
 
     def _take_down_serve(self) -> None:
         # delete() ends the replicas gracefully. In a cluster of ours the rest ends with Ray; serve.shutdown() would
@@ -297,43 +273,6 @@ class Server:
         serve.delete(self._name)
         if self._address and not serve.status().applications:
             serve.shutdown()
-
-
-def all_serve(app: ApplicationStatusOverview) -> bool:
-    """Returns whether ingress and target have a running replica each, which is enough to serve without drafters."""
-    return all(
-        name in app.deployments and app.deployments[name].replica_states.get("RUNNING") for name in (INGRESS, TARGET)
-    )
-
-
-def has_come_up(app: ApplicationStatusOverview) -> bool:
-    """Returns, at start-up, whether all deployments but the pool run. Replicas added by autoscaling do not count."""
-    if app.status is ApplicationStatus.RUNNING or POOL not in app.deployments:
-        return app.status is ApplicationStatus.RUNNING
-    others = {each.status.name for name, each in app.deployments.items() if name != POOL}
-    return all_serve(app) and others <= {"HEALTHY", "UPSCALING", "DOWNSCALING"}
-
-
-def has_given_up(app: ApplicationStatusOverview) -> bool:
-    """Returns, at start-up, whether a deployment other than the pool has failed."""
-    failed = {name for name, each in app.deployments.items() if has_failed(each)}
-    gave_up = app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
-    return bool(failed - {POOL}) or (gave_up and not failed)
-
-
-def has_failed(deployment: DeploymentStatusOverview) -> bool:
-    """Returns, at start-up, whether a replica has failed. The first failure counts, though Serve tries again: a wrong
-    model or setting stays wrong."""
-    return deployment.status.name in ("DEPLOY_FAILED", "UNHEALTHY") or deployment.message.startswith(TRIES_AGAIN)
-
-
-def _states(app: ApplicationStatusOverview | None) -> str:
-    """Returns one line with the number of replicas of each deployment by state."""
-    parts = []
-    for name, each in app.deployments.items() if app is not None else ():
-        counted = " ".join(f"{number} {state.lower()}" for state, number in each.replica_states.items())
-        parts.append(f"{name} {counted or 'waits for its bundles'}")
-    return ", ".join(parts) or "Ray Serve starts"
 
 
 def proxy_options(serving: ServingConfig) -> dict[str, Any]:
@@ -344,12 +283,3 @@ def proxy_options(serving: ServingConfig) -> dict[str, Any]:
         "http_options": HTTPOptions(host=serving.host, port=serving.http_port, keep_alive_timeout_s=300),
         "grpc_options": gRPCOptions(port=serving.grpc_port, grpc_servicer_functions=functions, enable_reflection=False),
     }
-
-
-def shortened(message: str) -> str:
-    """Returns a message of Ray or Serve on one line, from its last exception on, cut to MAX_REASON_CHARS."""
-    last = next(reversed(list(_EXCEPTION.finditer(message))), None)
-    if last is not None:
-        message = message[last.end() if last[1] == "ConfigError" else last.start(1) :]
-    text = " ".join(message.split())
-    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]} …"

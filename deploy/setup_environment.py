@@ -1,26 +1,25 @@
 """Installs Outrider into the virtual environment whose Python runs this: ``make setup``.
 
 It uses the standard library only, since it runs before anything is installed. It picks the CPU or the GPU build of
-vLLM, lets uv install it from pip's package indexes, removes torch companions that do not fit the installed torch, and
-checks the imports of serving.
+vLLM, lets uv install it from pip's package indexes, and checks the imports of serving.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that vLLM's CPU build requires without a version. Built for another torch, they break the import of
-transformers. Serving text needs none of them."""
+"""Packages that vLLM's CPU build requires without a version, and that are left out: built for another torch, they break
+the import of transformers. Serving text needs none of them."""
 
 UV = "uv==0.13.9"
 """The installer. It took 20 s where pip took 107 s."""
@@ -45,23 +44,13 @@ class SetupError(RuntimeError):
     """Says why the setup failed, and what to do."""
 
 
-def refused_place() -> str | None:
-    """Returns why Ray cannot start an engine with this Python, or None."""
-    if shlex.quote(sys.executable) == sys.executable:
-        return None
-    return (
-        f"python: {sys.executable}: Ray starts engines through a shell, which takes this path apart; make the "
-        "environment in another place: make VENV=/path/without/spaces, with this target and every later one"
-    )
-
-
-def detect_accelerator() -> str:
-    """Returns ``gpu`` if nvidia-smi lists a device, else ``cpu``."""
+def number_of_gpus() -> int:
+    """Returns how many GPUs nvidia-smi lists; 0 without it."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return "cpu"
-    return "gpu" if listing.returncode == 0 and "GPU" in listing.stdout else "cpu"
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def uv_settings(pip_settings: str) -> dict[str, str]:
@@ -85,35 +74,14 @@ def uv_settings(pip_settings: str) -> dict[str, str]:
     return {"UV_INDEX_STRATEGY": "unsafe-best-match", **found}
 
 
-def install(settings: dict[str, str], *arguments: str) -> None:
-    """Runs ``uv pip`` on this environment. Raises SetupError."""
-    command, *rest = arguments
-    uv = [sys.executable, "-m", "uv", "pip", command, "--python", sys.executable, *rest]
-    done = subprocess.run(uv, cwd=ROOT, env={**settings, **os.environ})  # uv's own variables take precedence
-    if done.returncode != 0:
-        raise SetupError(f"uv ended with exit code {done.returncode}. {CPU_TORCH_HINT if 'cpu' in rest[-1] else ''}")
-
-
-def remove_broken_companions(settings: dict[str, str]) -> None:
-    """Uninstalls each torch companion that cannot be imported with the installed torch."""
-    there = [name for name in COMPANIONS if importlib.util.find_spec(name) is not None]
-    # Each import runs in a process of its own, since a failed one leaves torch half registered.
-    tries = [subprocess.run([sys.executable, "-c", f"import torch, {name}"], capture_output=True) for name in there]
-    if broken := [name for name, tried in zip(there, tries, strict=True) if tried.returncode != 0]:
-        print(f"Removing {', '.join(broken)}: built for another torch, and not needed to serve text", flush=True)
-        install(settings, "uninstall", *broken)
-
-
 def verify(accelerator: str) -> None:
     """Imports what serving imports, which also writes its bytecode. Raises SetupError."""
     print("Checking that torch, transformers, vLLM, Ray and Outrider work together (up to a minute)", flush=True)
     flashinfer = "flashinfer, " if accelerator == "gpu" else ""  # by which vLLM chooses attention
     code = (
-        f"import torch, transformers, {flashinfer}ray.serve\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel\n"
-        "from vllm.platforms import current_platform as p; assert p.is_cpu() or p.is_cuda(), p.device_type\n"
-        "import outrider.actors.serving.replica, outrider.actors.vllm_adapter.target_engine\n"
-        "import outrider.actors.vllm_adapter.target_worker, outrider.v1.generation_pb2_grpc"
+        f"import torch, {flashinfer}ray.serve, outrider.actors.serving.replica\n"
+        "import outrider.actors.vllm_adapter.target_engine, outrider.actors.vllm_adapter.target_worker\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel"
     )
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     # Outside the source tree, so that missing packages of ours are noticed.
@@ -123,23 +91,30 @@ def verify(accelerator: str) -> None:
         raise SetupError(f"what is installed does not work here: {last}")
 
 
-def requirements(accelerator: str, *, serving: bool) -> list[str]:
-    """Returns what uv installs. serving: a copy for an image, without development tools."""
-    return [f".[{accelerator},otel]"] if serving else ["--editable", f".[{accelerator},dev]"]
-
-
 def set_up(accelerator: str, *, serving: bool) -> None:
-    """Installs everything and checks it. Raises SetupError."""
+    """Installs everything and checks it. serving: a copy for an image, without development tools. Raises SetupError."""
     if sys.prefix == sys.base_prefix:
         raise SetupError("run this with a virtual environment's Python; `make setup` does")
+    if shlex.quote(sys.executable) != sys.executable:
+        raise SetupError(
+            f"{sys.executable}: Ray starts engines through a shell, which takes this path apart; make the environment "
+            "in another place: make VENV=/path/without/spaces, with this target and every later one"
+        )
     print(f"Installing Outrider for {accelerator} into {sys.prefix} (1 to 3 minutes)", flush=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     if subprocess.run([*pip, "install", "--quiet", UV]).returncode != 0:
         raise SetupError(f"pip could not install {UV}; its own words are above.")
     settings = uv_settings(subprocess.run([*pip, "config", "list"], capture_output=True, text=True).stdout)
-    install(settings, "install", *requirements(accelerator, serving=serving))
-    remove_broken_companions(settings)
-    if accelerator == "gpu" and detect_accelerator() == "cpu":
+    what = [f".[{accelerator},otel]"] if serving else ["--editable", f".[{accelerator},dev]"]
+    with tempfile.NamedTemporaryFile("w") as never:
+        never.writelines(f"{name}; python_version < '3'\n" for name in COMPANIONS)
+        never.flush()
+        command = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, *what]
+        command += ["--overrides", never.name] if accelerator == "cpu" else []
+        done = subprocess.run(command, cwd=ROOT, env={**settings, **os.environ})  # uv's own variables take precedence
+    if done.returncode != 0:
+        raise SetupError(f"uv ended with exit code {done.returncode}. {CPU_TORCH_HINT if accelerator == 'cpu' else ''}")
+    if accelerator == "gpu" and not number_of_gpus():
         print("Not tried out, since no GPU is here: `make test-cuda-build` does what can be done without")
     else:
         verify(accelerator)
@@ -152,9 +127,7 @@ def main() -> int:
     parser.add_argument("--serving", action="store_true", help="for an image: no development tools, not editable")
     arguments = parser.parse_args()
     try:
-        if refusal := refused_place():
-            raise SetupError(refusal)
-        set_up(arguments.accelerator or detect_accelerator(), serving=arguments.serving)
+        set_up(arguments.accelerator or ("gpu" if number_of_gpus() else "cpu"), serving=arguments.serving)
     except SetupError as error:
         print(f"outrider: setup failed. {error}", file=sys.stderr)
         return 1

@@ -66,10 +66,6 @@ def _buckets(histogram: HistogramSnapshot) -> list[tuple[str, float]]:
     return list(zip(bounds, accumulate(histogram["counts"]), strict=True))
 
 
-def _steps_by_model(drafter: Report) -> Mapping[str, HistogramSnapshot]:
-    return {"draft_model": drafter["step_seconds"]} if "step_seconds" in drafter else {}
-
-
 def _states(link: Report) -> dict[str, int]:
     return {state: int(link["state"] == state) for state in ("connecting", "up", "down")}
 
@@ -144,7 +140,7 @@ DRAFTER = (
     _gauge("outrider:drafter_links", "Targets linked to this drafter.", "links"),
     _counter("outrider:drafter_link_steps_total", "Model steps, by the target they were for.", "link_steps", "target"),
     _counter("outrider:drafter_draft_tokens_total", "Draft tokens it sent.", "drafted"),
-    _histogram("outrider:drafter_step_seconds", "Draft steps, without prefill.", _steps_by_model, "method"),
+    _histogram("outrider:drafter_step_seconds", "Draft steps, without prefill.", "step_seconds"),
     _counter("outrider:drafter_chosen_total", "Commits that each method's drafts answered.", "chosen", "method"),
     _counter("outrider:drafter_judged_drafts_total", "Drafts compared with the target's.", "judged", "method"),
     _counter("outrider:drafter_right_drafts_total", "Of these, those it would have accepted.", "right", "method"),

@@ -16,7 +16,7 @@ COMMANDS = {
     "serve": "serve a target with its drafter until interrupted",
     "run-batch": "answer a file of requests (OpenAI's batch format) without a server",
     "generate": "ask a running server for one answer",
-    "keys": "make, list and revoke API keys",
+    "keys": "make and revoke API keys",
     "fetch": "get a model, or a preset's models, onto this machine",
     "distill": "train a drafter for a target, of the target's own layers, on what the target says",
     "acceptance": "measure how many of a draft model's tokens a target accepts, without a server",

@@ -9,15 +9,12 @@ import argparse
 import json
 from pathlib import Path
 
-from outrider.cluster.config import ConfigError
 from outrider.deploy.cli.arguments import add_device_arguments, check_can_write, exit_status, positive
-from outrider.deploy.preset import resolve_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="checkpoint directory or hub id")
-    parser.add_argument("drafter", nargs="?", metavar="DRAFTER", help="likewise, of a draft model")
-    parser.add_argument("--preset", metavar="PRESET_OR_FILE", help="target and drafter of this configuration instead")
+    parser.add_argument("target", metavar="TARGET", help="checkpoint directory or hub id")
+    parser.add_argument("drafter", metavar="DRAFTER", help="likewise, of a draft model")
     parser.add_argument("--dataset", type=Path, required=True, metavar="FILE", help=".jsonl with prompt or messages")
     parser.add_argument("--limit", type=positive, metavar="N", help="prompts, evenly spread over the file (all)")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, not a text to continue")
@@ -35,12 +32,6 @@ def run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> None:
     if args.json is not None:
         check_can_write("--json", args.json)
-    target, drafter = args.target, args.drafter
-    if args.preset is not None:
-        config = resolve_config(args.preset)
-        target, drafter = config.target.model, getattr(config.drafter, "model", None)
-    if drafter is None:
-        raise ConfigError("give TARGET and DRAFTER, or a --preset whose drafter is a draft model")
     from transformers.utils import logging
 
     from outrider.deploy.distill.measure import measure, table
@@ -51,8 +42,8 @@ def _report(args: argparse.Namespace) -> None:
     keep_large_blocks()
     device, dtype = device_and_dtype(args.device, args.dtype)
     report = measure(
-        target=locate(target, "TARGET"),
-        drafter=locate(drafter, "DRAFTER"),
+        target=locate(args.target, "TARGET"),
+        drafter=locate(args.drafter, "DRAFTER"),
         data=read_prompts(args.dataset, "--dataset"),
         device=device,
         dtype=dtype,

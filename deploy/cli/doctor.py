@@ -6,9 +6,7 @@ It prints one line for each check: OK, WARN or FAIL, with a fix. Exit status 1 i
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from outrider.deploy.cli.arguments import add_config_arguments
 from outrider.deploy.doctor import Finding, Level, examine
@@ -17,19 +15,13 @@ from outrider.deploy.preset import Overrides
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints all findings. Returns the exit status."""
     findings = examine(args.config, Overrides(target=args.target, drafter=args.drafter))
-    failed = any(finding.level is Level.FAIL for finding in findings)
-    if args.json:
-        document = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
-        print(json.dumps(document, indent=2))
-    else:
-        print(render(findings))
-    return int(failed)
+    print(render(findings))
+    return int(any(finding.level is Level.FAIL for finding in findings))
 
 
 def render(findings: Sequence[Finding]) -> str:

@@ -1,20 +1,18 @@
-"""Implements ``outrider fetch``: puts a model, or the models of a preset, onto this machine."""
+"""Implements ``outrider fetch``: puts a model, or the models of a preset (below OUTRIDER_HOME), onto this machine."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from outrider.deploy.cli.arguments import exit_status
 from outrider.deploy.models.fetch import fetch, fetch_from_hub
-from outrider.deploy.models.store import MODELS, PRESET_MODELS, models_dir
+from outrider.deploy.models.store import MODELS, PRESET_MODELS
 from outrider.deploy.progress import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="PRESET_OR_HUB_ID", help=f"{', '.join(sorted(PRESET_MODELS))}, or a hub id")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"where to put a preset's models ({models_dir()})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,8 +25,6 @@ def _fetch(args: argparse.Namespace) -> None:
     if args.model not in PRESET_MODELS:
         print(fetch_from_hub(args.model, args.revision), flush=True)
         return
-    progress, directory = Progress(), args.out.expanduser().resolve() if args.out else models_dir()
+    progress = Progress()
     for name in PRESET_MODELS[args.model]:
-        print(fetch(MODELS[name], directory, progress), flush=True)
-    if directory != models_dir():
-        progress.say("outside the default directory: give these paths to `outrider serve` with --target and --drafter")
+        print(fetch(MODELS[name], progress), flush=True)

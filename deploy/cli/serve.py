@@ -20,7 +20,7 @@ from outrider.deploy.cli.arguments import DTYPES, add_config_arguments
 from outrider.deploy.liveness import ServerDied
 from outrider.deploy.llm.flags import add_own_flags, config_from_flags, given_own_flags
 from outrider.deploy.ports import reachable, settle_ports
-from outrider.deploy.preset import Overrides, is_preset, models_to_fetch, preset_names, resolve_config
+from outrider.deploy.preset import Overrides, is_preset, preset_names, resolve_config
 from outrider.deploy.processes import Stopped, StopSignal
 from outrider.deploy.progress import Progress
 
@@ -56,13 +56,11 @@ def run(args: argparse.Namespace) -> int:
     code = 0
     server = None
     try:
-        with progress.stage("configuration, ports and checkpoints checked"):
-            config = prepare(args, progress)
+        config = prepare(args, progress)
         # Ray reads this limit when it is imported; its dashboard takes longer than the default on a busy machine.
         os.environ.setdefault("RAY_DASHBOARD_STARTUP_TIMEOUT_S", str(DASHBOARD_LIMIT_S))
         # Imported here: Ray takes seconds, and most mistakes are found before it is needed.
-        with progress.stage("Ray imported"):
-            from outrider.deploy.server import Server
+        from outrider.deploy.server import Server
 
         server = Server(config, stop, progress, verbose=args.verbose)
         server.start()
@@ -100,12 +98,12 @@ def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
     """
     from outrider.deploy.models.check import check_models
     from outrider.deploy.models.fetch import fetch
-    from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, models_dir
+    from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, PRESET_MODELS
 
     settled = settle_ports(resolve(args))  # before a fetch of minutes
     if (preset := args.config_file or args.config) in FETCHED_WHEN_MISSING and is_preset(preset):
-        for name in models_to_fetch(preset, _overrides(args)):
-            fetch(MODELS[name], models_dir(), progress)
+        for name in PRESET_MODELS[preset]:
+            fetch(MODELS[name], progress)
         settled = settle_ports(resolve(args))
     check_models(settled)
     return settled

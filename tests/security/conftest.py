@@ -27,7 +27,7 @@ class Victim:
 
     def caller(self, gateway: Gateway | None = None, **of: Any) -> Caller:
         """Return a caller, by default behind the tests' own gateway, which no attack here goes to."""
-        ports = _ports(self.deployment) if gateway is None else (gateway.http_port, gateway.grpc_port)
+        ports = _ports(self.deployment) if gateway is None else (gateway.config.http_port, gateway.config.grpc_port)
         return self._stack.enter_context(Caller(*ports, **of))
 
     def close(self) -> None:

@@ -163,7 +163,10 @@ def test_tls_port_without_tls_or_without_a_certificate(victim: Victim, tmp_path:
     (tmp_path / "ca.pem").write_bytes(authority.certificate)
     tls = {"certificate": str(certificate), "key": str(key), "client_ca": str(tmp_path / "ca.pem")}
     gateway = victim.gateway(tls=tls, header_timeout_s=1, idle_timeout_s=1)
-    for port, sent in ((gateway.http_port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"), (gateway.grpc_port, raw.PREFACE)):
+    for port, sent in (
+        (gateway.config.http_port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"),
+        (gateway.config.grpc_port, raw.PREFACE),
+    ):
         assert b"HTTP" not in raw.exchange(port, sent)
     for signer, ends in ((None, "UNAVAILABLE"), (other, "UNAVAILABLE"), (authority, "OK")):
         context = ssl.create_default_context(cadata=authority.certificate.decode())

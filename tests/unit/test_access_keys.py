@@ -24,7 +24,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_new_key_is_printed_once_and_kept_as_a_hash(file, capsys) -> None:
-    assert main(["keys", "new", "ci", "--expires", "90d", "--requests-per-minute", "60"]) == 0
+    assert main(["keys", "new", "ci", "--expires", "90", "--requests-per-minute", "60"]) == 0
     out, err = capsys.readouterr()
     secret = out.strip()
     (key,) = load_keys("keys_file", file)
@@ -35,22 +35,13 @@ def test_a_new_key_is_printed_once_and_kept_as_a_hash(file, capsys) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_list_and_revoke(file, capsys) -> None:
+def test_revoke(file, capsys) -> None:
     for name in ("one", "two", "three"):
         main(["keys", "new", name])
-    file.write_text(
-        file.read_text() + f"- {{name: old, hash: '{HASH}', expires: 2020-01-01, requests_per_minute: 5}}\n"
-    )
     file.chmod(0o640)
     assert main(["keys", "revoke", "two"]) == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o640, "who may read it stays"
-    capsys.readouterr()
-    assert main(["keys", "list"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "one  never expires",
-        "three  never expires",
-        "old  EXPIRED 2020-01-01T00:00:00Z  requests per minute 5",
-    ]
+    assert [key.name for key in load_keys("keys_file", file)] == ["one", "three"]
     assert main(["keys", "revoke", "two"]) == 1
 
 
@@ -62,9 +53,7 @@ def test_a_name_is_taken_once(file, capsys) -> None:
     assert file.read_text() == before
 
 
-@pytest.mark.parametrize(
-    "wrong", [["ci", "--expires", "soon"], ["ci", "--expires", "2001-01-01"], ["ci", "--scopes", "admin"]]
-)
+@pytest.mark.parametrize("wrong", [["ci", "--expires", "soon"], ["ci", "--expires", "0"], ["ci", "--scopes", "admin"]])
 def test_a_wrong_command_line_makes_no_key(file, wrong) -> None:
     with pytest.raises(SystemExit):
         main(["keys", "new", *wrong])
@@ -75,11 +64,11 @@ def test_a_wrong_command_line_makes_no_key(file, wrong) -> None:
     ("text", "problem"),
     [
         ("- name: [", "is no valid YAML"),
-        ("name: a", "is no list of keys"),
-        (f"- {{name: a, hash: '{HASH}', scopes: [generate]}}", "entry 1: scopes: Extra inputs"),
-        ("- {name: a, hash: outrider_secret}", "entry 1: hash: String should match"),
-        (f"- {{name: a, hash: '{HASH}', expires: soon}}", "entry 1: expires: "),
-        ("- a", "entry 1: "),
+        ("name: a", "Input should be a valid list"),
+        (f"- {{name: a, hash: '{HASH}', scopes: [generate]}}", "0.scopes: Extra inputs"),
+        ("- {name: a, hash: outrider_secret}", "0.hash: String should match"),
+        (f"- {{name: a, hash: '{HASH}', expires: soon}}", "0.expires: "),
+        ("- a", ": 0: "),
         (f"- {{name: a, hash: '{HASH}'}}\n- {{name: b, hash: '{HASH}'}}", "a hash occurs twice"),
         (f"- {{name: a, name: b, hash: '{HASH}'}}", "is no valid YAML"),
     ],
@@ -99,7 +88,7 @@ def test_a_file_that_others_may_read_is_refused(file, capsys) -> None:
     file.chmod(0o644)
     with pytest.raises(ConfigError, match=r"keys_file: .*; run: chmod 600 "):
         load_keys("keys_file", file)
-    assert main(["keys", "list"]) == 1
+    assert main(["keys", "revoke", "ci"]) == 1
 
 
 def test_the_gateways_map(file) -> None:

@@ -19,9 +19,9 @@ from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy import app, cli
 from outrider.deploy.app import config_from_args
 from outrider.deploy.cli import serve
+from outrider.deploy.liveness import shortened
 from outrider.deploy.ports import pick_free_port, port_is_free, settle_ports
 from outrider.deploy.processes import Stopped, StopSignal
-from outrider.deploy.server import shortened
 
 
 def outrider(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -137,7 +137,7 @@ def test_ports(taken_port: int) -> None:
 
 
 def test_serve_args_are_a_preset_or_a_tree(outrider_home: Path) -> None:
-    assert config_from_args({"config": "smollm2", "dtype": "float32"}).target.dtype == "float32"
+    assert config_from_args({"config": "smollm2", "gateway": "off"}).serving.gateway == "off"
     assert config_from_args({"target": {"model": "some/model"}}).served_model_name == "model"
     with pytest.raises(ConfigError, match=r"args\.grpc_port: unknown"):
         config_from_args({"config": "smollm2", "grpc_port": 1})

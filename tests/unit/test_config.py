@@ -45,7 +45,7 @@ def test_defaults_are_complete() -> None:
         (tree(drafter={"method": 7}), "drafter.method: .*found 7"),
         (
             tree(drafter=co_located("mlp_speculator", model="m")),
-            "drafter.placement: .*rank alone; leave it out",
+            "drafter.placement: .*ranks alone; leave it out",
         ),
         (tree(drafter={"method": "mlp_speculator"}), "drafter.model: required"),
         (tree(drafter={"placement": "co_located"}), "drafter.method: required"),
@@ -53,7 +53,6 @@ def test_defaults_are_complete() -> None:
         (tree(drafter={"method": "suffix", "cores": [[0], [1]]}), "drafter.cores"),
         (tree(drafter={"method": "ngram", "num_drafters": 2}), r"num_drafters \(2\): only with placement: pool"),
         (tree(drafter={"method": "ngram", "autoscaling": {"max": 2}}), "autoscaling: only with placement: pool"),
-        (tree(drafter={**DRAFT_MODEL, "learn": {"cores": [1], "num_gpus": 1}}), "cores: the trainer has a GPU"),
         (
             tree(drafter={**DRAFT_MODEL, "learn": {}, "engine_args": {"quantization": "fp8"}}),
             "drafter.learn: weights quantised as fp8",
@@ -178,7 +177,7 @@ def test_a_parsed_configuration_survives_a_round_trip() -> None:
         {"serving": {"autoscaling": {"max": 2}}},
         {"openai": {"response_role": "helper"}},
         {"target": {"model": "t", "lora_modules": [NEAR, FAR]}, "drafter": {**DRAFT_MODEL, "lora_modules": [FAR]}},
-        {"drafter": {**DRAFT_MODEL, "draft_tensor_parallel_size": 2, "engine_args": {"quantization": "fp8"}}},
+        {"drafter": {**DRAFT_MODEL, "tensor_parallel_size": 2, "engine_args": {"quantization": "fp8"}}},
         {"drafter": co_located("eagle3", model="m", draft_load_config={"load_format": "dummy"})},
         {"drafter": co_located("ngram", num_speculative_tokens_per_batch_size=[[1, 8, 4], [9, 64, 1]])},
     ):
@@ -204,12 +203,6 @@ def test_a_device_s_wire_is_refused_where_the_drafter_has_no_device_of_its_own(d
     with pytest.raises(ConfigError, match=rf"^config: link\.backend: {backend} needs a device .*{message}"):
         parse_config({**data, "link": {"backend": backend}})
     assert parse_config({**data, "link": {"backend": "auto"}}).link.backend == "auto"
-
-
-@pytest.mark.parametrize("removed", ["local", "gloo"])
-def test_a_wire_that_was_removed_is_refused_with_what_to_write(removed):
-    with pytest.raises(ConfigError, match=rf"link\.backend: .*{removed} was removed; write auto"):
-        parse_config({"target": {"model": "t"}, "link": {"backend": removed}})
 
 
 @pytest.mark.parametrize(
@@ -294,7 +287,7 @@ def test_settings_of_our_rounds_are_refused_where_vllm_drafts(section: str, key:
 def test_k_may_stand_where_vllm_has_it(drafter: dict[str, Any]) -> None:
     config = parse_config(tree(drafter={**drafter, "num_speculative_tokens": 7}))
     assert config.num_speculative_tokens == 7
-    with pytest.raises(ConfigError, match="is 7 in the drafter section and 5 in speculation"):
+    with pytest.raises(ConfigError, match=r"drafter\.num_speculative_tokens: 7 is not speculation's"):
         parse_config(tree(drafter={**drafter, "num_speculative_tokens": 7}, speculation={"num_speculative_tokens": 5}))
 
 
@@ -303,8 +296,6 @@ def test_drafters_and_replicas_have_a_number_or_follow_the_load() -> None:
     scaled = parse_config(tree(drafter={"method": "ngram", "placement": "pool", "autoscaling": {"max": 5}}))
     assert fixed is not None
     assert scaled.remote_drafter is not None
-    assert (fixed.least_drafters, fixed.most_drafters) == (3, 3)
-    assert (scaled.remote_drafter.least_drafters, scaled.remote_drafter.most_drafters) == (0, 5)
-    for given, expected in (({"num_replicas": 3}, (3, 3)), ({"autoscaling": {"min": 2, "max": 4}}, (2, 4))):
-        serving = parse_config(tree(serving=given)).serving
-        assert (serving.least_replicas, serving.most_replicas) == expected
+    assert (fixed.most_drafters, scaled.remote_drafter.most_drafters) == (3, 5)
+    for given, expected in (({"num_replicas": 3}, 3), ({"autoscaling": {"min": 2, "max": 4}}, 4)):
+        assert parse_config(tree(serving=given)).serving.most_replicas == expected

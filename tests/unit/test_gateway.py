@@ -143,7 +143,7 @@ class Front:
         assert started.wait(PATIENCE_S)
         self.config = GatewayConfig(http_port=0, grpc_port=0, **config)
         http_port = self.http_backend.server_address[1]
-        self.gateway = Gateway(self.config, TOKEN, ("127.0.0.1", http_port), ("127.0.0.1", self._grpc_port), 10.0)
+        self.gateway = Gateway(self.config, TOKEN, ("127.0.0.1", http_port), ("127.0.0.1", self._grpc_port))
         self.gateway.start()
         self._channels: list[grpc.Channel] = []
 
@@ -160,7 +160,7 @@ class Front:
         self._thread.join(PATIENCE_S)
 
     def channel(self, credentials: grpc.ChannelCredentials | None = None, **options: int) -> grpc.Channel:
-        address = f"localhost:{self.gateway.grpc_port}"
+        address = f"localhost:{self.gateway.config.grpc_port}"
         # A subchannel of its own each, as of another client.
         arguments = [("grpc.use_local_subchannel_pool", 1), *((f"grpc.{name}", n) for name, n in options.items())]
         channel = (
@@ -175,7 +175,7 @@ class Front:
         return rpc.GenerationServiceStub(self.channel(credentials))
 
     def http(self, tls: ssl.SSLContext | None = None, port: int | None = None) -> http.client.HTTPConnection:
-        address = ("127.0.0.1", port or self.gateway.http_port)
+        address = ("127.0.0.1", port or self.gateway.config.http_port)
         if tls is None:
             return http.client.HTTPConnection(*address, timeout=PATIENCE_S)
         return http.client.HTTPSConnection(*address, timeout=PATIENCE_S, context=tls)
@@ -380,12 +380,27 @@ class TestTls:
         with pytest.raises(ConfigError, match=rf"^serving\.gateway\.tls\.{field}: "):
             serve(tls=self.config(folder) | {file: str(wrong)})
 
+    def test_a_key_of_another_certificate_is_refused_at_the_start_and_later(self, serve, files) -> None:
+        authority, folder = files
+        authority.sign().write(folder, "other")
+        mismatched = self.config(folder) | {"key": str(folder / "other.key")}
+        with pytest.raises(ConfigError, match=r"^serving\.gateway\.tls\.certificate: "):
+            serve(tls=mismatched)
+        front = serve(tls=self.config(folder))
+        (folder / "other.key").replace(folder / "server.key")
+        with pytest.raises(ConfigError, match=r"^serving\.gateway\.tls: HAProxy refuses server\.pem: "):
+            front.gateway.reload()
+        assert front.get("/v1/x", self.context(authority)).status == 200
+
 
 def test_a_port_in_use_is_named(serve) -> None:
     taken = socket.create_server(("127.0.0.1", 0))
-    config = GatewayConfig(http_port=0, grpc_port=taken.getsockname()[1])
-    with pytest.raises(ConfigError, match=r"^serving\.gateway\.grpc_port: "):
-        Gateway(config, TOKEN, ("127.0.0.1", 1), ("127.0.0.1", 1), 1.0).start()
+    port = taken.getsockname()[1]
+    config = GatewayConfig(http_port=0, grpc_port=port)
+    with pytest.raises(
+        ConfigError, match=rf"^serving\.gateway: .*Address already in use.* for \[127\.0\.0\.1:{port}\]"
+    ):
+        Gateway(config, TOKEN, ("127.0.0.1", 1), ("127.0.0.1", 1)).start()
 
 
 def exchange(port: int, *parts: bytes) -> bytes:
@@ -419,12 +434,12 @@ def headers(path: bytes, method: bytes = b"\x83", flags: int = END_HEADERS | END
 class TestBodies:
     @pytest.mark.parametrize("sent", [b"GET / HT", b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n1", b""])
     def test_too_slow(self, serve, sent) -> None:
-        assert b" 408 " in exchange(serve(header_timeout_s=0.3).gateway.http_port, sent)
+        assert b" 408 " in exchange(serve(header_timeout_s=0.3).gateway.config.http_port, sent)
 
     def test_a_message_that_does_not_come(self, serve) -> None:
         front = serve(header_timeout_s=0.3, idle_timeout_s=0.3)
         sent = PREFACE + headers(b"/outrider.v1.GenerationService/Generate", flags=END_HEADERS)
-        assert b"did not arrive in time" in exchange(front.gateway.grpc_port, sent)
+        assert b"did not arrive in time" in exchange(front.gateway.config.grpc_port, sent)
         assert not front.service.metadata
 
 
@@ -511,7 +526,7 @@ def test_rollouts_are_on_the_admin_port_alone(serve) -> None:
         for each in (without, front):
             assert each.get(path).status == 404
             assert each.get(f"/%{ord(path[1]):x}{path[2:]}").status == 404
-        assert "x-outrider-gateway" in front.get(path, port=front.gateway.admin_port).echoed
+        assert "x-outrider-gateway" in front.get(path, port=front.gateway.config.admin_port).echoed
 
 
 def test_errors_when_nothing_listens_behind(serve) -> None:
@@ -556,9 +571,9 @@ def test_haproxy_ends_with_its_parent() -> None:
 import time
 from outrider.cluster.config import GatewayConfig
 from outrider.deploy.gateway import Gateway
-gateway = Gateway(GatewayConfig(http_port=0, grpc_port=0), {TOKEN!r}, ("127.0.0.1", 1), ("127.0.0.1", 1), 1.0)
+gateway = Gateway(GatewayConfig(http_port=0, grpc_port=0), {TOKEN!r}, ("127.0.0.1", 1), ("127.0.0.1", 1))
 gateway.start()
-print(gateway.http_port, flush=True)
+print(gateway.config.http_port, flush=True)
 time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

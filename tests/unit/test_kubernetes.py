@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import yaml
 
 from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
 from outrider.cluster.config import OutriderConfig, parse_config
-from outrider.cluster.placement import placement_of, plan_cores, pool_placement_of
-from outrider.deploy.app import TAKE_DOWN_S, has_room
+from outrider.cluster.placement import Bundle, ReplicaPlacement, placement_of, plan_cores, pool_placement_of
+from outrider.deploy.app import TAKE_DOWN_S
 from outrider.deploy.gateway import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -290,9 +290,33 @@ def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str)
     wanted = [(placement, config.serving.most_replicas), *([] if pool is None else [(pool, drafters)])]
     assert has_room(wanted, largest)
     more = [(placement, config.serving.most_replicas + 1), *wanted[1:]]
-    assert has_room(more, largest) == (config.serving.surge is True), "a deploy takes one replica more for a while"
+    assert has_room(more, largest) == config.serving.surge, "a deploy takes one replica more for a while"
     if pool is not None:
         assert workers["drafter"]["maxReplicas"] == drafters
+
+
+def has_room(wanted: Sequence[tuple[ReplicaPlacement, int]], nodes: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether empty nodes (``ray.nodes()``) would hold that many of each placement.
+
+    Each placement goes to the first node with room, so a possible arrangement may be missed.
+    """
+    free = [(dict(node["Resources"]), node.get("Labels") or {}) for node in nodes if node["Alive"]]
+
+    def take(needs: Bundle, labels: Mapping[str, str]) -> bool:
+        for resources, carried in free:
+            fits = all(resources.get(name, 0.0) >= count for name, count in needs.items())
+            if fits and labels.items() <= carried.items():
+                resources.update({name: resources.get(name, 0.0) - count for name, count in needs.items()})
+                return True
+        return False
+
+    def place(placement: ReplicaPlacement) -> bool:
+        if placement.strategy != "STRICT_PACK":
+            return all(map(take, placement.bundles, placement.labels))
+        names = {name for bundle in placement.bundles for name in bundle}
+        return take({name: placement.total(name) for name in names}, placement.labels[0])
+
+    return all(place(placement) for placement, number in wanted for _ in range(number))
 
 
 def node_of(group: Tree, has_gpus: bool) -> Tree:

@@ -10,7 +10,7 @@ from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 
 from outrider.actors.serving.drafter_pool import MOST_OF_A_REASON, reason
-from outrider.deploy.server import TRIES_AGAIN, has_come_up, has_given_up
+from outrider.deploy.liveness import TRIES_AGAIN, has_come_up, has_given_up
 
 DAMAGED, NO_MEMORY = "SafetensorError: incomplete", "ValueError: no memory for 12 KV blocks"
 A, B = ("DrafterPool", "a"), ("DrafterPool", "b")

@@ -1,18 +1,10 @@
-"""What a start-up costs and says: no heavy imports where nothing needs them, and a line for every stage."""
+"""What a start-up costs: no heavy imports where nothing needs them."""
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import subprocess
 import sys
-
-import pytest
-
-from outrider.actors.observability.start_up import StartUp, stages_in
-from outrider.deploy.progress import Progress
-from tests.support.clock import Clock
 
 LIGHT = (
     "outrider.deploy.cli.serve",
@@ -48,30 +40,3 @@ def heavy_after(code: str, heavy: tuple[str, ...] = HEAVY) -> list[str]:
 def test_only_engines_import_vllm_and_torch() -> None:
     """Nor do the drafters that look up, when they are loaded."""
     assert heavy_after("\n".join([*(f"import {module}" for module in LIGHT), LOOK_UP_DRAFTERS])) == []
-
-
-@pytest.mark.parametrize("form", ["%(levelname)s %(message)s", '{"level": "INFO", "message": "%(message)s"}'])
-def test_a_replicas_stages_are_read_back_from_its_log(form: str) -> None:
-    stream, clock = io.StringIO(), Clock(100.0)
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter(form))
-    logger = logging.Logger("start-up")
-    logger.addHandler(handler)
-    start_up = StartUp(logger, clock)
-    clock.now += 12.34
-    start_up.done("vllm imported by the replica")
-    logger.info("start-up: not a stage")
-    clock.now += 0.5
-    start_up.done("link opened")
-    assert stages_in(stream.getvalue()) == [("vllm imported by the replica", 12.3), ("link opened", 0.5)]
-
-
-def test_progress_tells_a_stage_when_it_is_done_and_not_one_that_failed() -> None:
-    stream, clock = io.StringIO(), Clock(100.0)
-    progress = Progress(stream, clock=clock)
-    with progress.stage("Ray started"):
-        clock.now += 7.26
-        assert stream.getvalue() == ""
-    with pytest.raises(RuntimeError), progress.stage("Ray Serve started"):
-        raise RuntimeError
-    assert stream.getvalue() == "outrider: [   7 s]   Ray started: 7.3 s\n"

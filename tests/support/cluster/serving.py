@@ -496,7 +496,7 @@ class Deployments:
         config = parse_config(self._configurations[name])
         plan = plan_replica(config)
         # So that a test may change how many there are.
-        pooled = plan.pool is not None and plan.num_drafters == plan.most_drafters
+        pooled = plan.pool is not None and getattr(config.drafter, "autoscaling", None) is None
         serve.run(
             build_app(config, plan), name=config.serving.app_name, route_prefix="/", external_scaler_enabled=pooled
         )
@@ -530,7 +530,7 @@ class Deployments:
     def another_gateway(self, **config: Any) -> Gateway:
         """Starts one more gateway before the same proxies. Its caller stops it."""
         config = {"http_port": 0, "grpc_port": 0, **config}
-        gateway = Gateway(GatewayConfig(**config), os.environ[TOKEN_VARIABLE], *self.backends, drain_s=1.0)
+        gateway = Gateway(GatewayConfig(**config), os.environ[TOKEN_VARIABLE], *self.backends)
         gateway.start()
         return gateway
 
@@ -569,7 +569,7 @@ class Deployments:
         serve.start(**proxy_options(serving))
         # Some tests hold hundreds of connections from this one address.
         config = GatewayConfig(http_port=self._ports[0], grpc_port=self._ports[1], max_connections_per_address=2000)
-        gateway = Gateway(config, token, *self.backends, drain_s=serving.drain_s)
+        gateway = Gateway(config, token, *self.backends)
         gateway.start()
         return gateway
 

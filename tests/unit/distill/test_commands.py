@@ -55,15 +55,11 @@ def test_what_distill_refuses(target, data, tmp_path, capsys, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give TARGET and DRAFTER, or a --preset"),
         (["{target}", "{target}", "--json", "/nowhere/out.json"], "--json: /nowhere is no directory"),
         (["{target}", "{target}", "--json", "/proc/out.json"], "--json: /proc/out.json cannot be written"),
         (["{target}", "/nowhere/at/all"], "DRAFTER: /nowhere/at/all does not exist"),
-        (["--preset", "{none}"], "a --preset whose drafter is a draft model"),
     ],
 )
-def test_what_acceptance_refuses(target, data, tmp_path, capsys, options, message):
-    none = tmp_path / "none.yaml"
-    none.write_text(json.dumps({"target": {"model": str(target)}}))
-    given = [option.format(target=target, none=none) for option in options]
+def test_what_acceptance_refuses(target, data, capsys, options, message):
+    given = [option.format(target=target) for option in options]
     assert message in failure(capsys, "acceptance", *given, "--dataset", data)

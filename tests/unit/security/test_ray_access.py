@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 
 from outrider.deploy import ray_access
-from outrider.deploy.ray_cluster import cluster_of_its_own
-
-
-def test_the_dashboard_of_a_cluster_of_its_own_is_asked_for_on_this_machine_alone() -> None:
-    """What then listens, tests/security/test_drain.py looks up on a running server."""
-    options = cluster_of_its_own(2, dashboard=True)
-    assert options["include_dashboard"]
-    assert ip_address(options["dashboard_host"]).is_loopback
-    assert options["address"] == "local", "no cluster that happens to run here is taken for it"
 
 
 def test_the_token_s_file_is_for_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
