@@ -92,7 +92,7 @@ class Hosts:
 
 
 @contextmanager
-def served_on_hosts(models: Models, proxy_location: str = "HeadOnly", **deployment: Any) -> Iterator[Hosts]:
+def served_on_hosts(models: Models, **deployment: Any) -> Iterator[Hosts]:
     """Serve an application whose ingress is here; what needs a role of its node has a node on the other host."""
     ports = {"gateway": "off", "grpc_port": pick_free_port(), "http_port": pick_free_port()}
     serving = {**ports, **deployment.pop("serving", {})}
@@ -103,7 +103,7 @@ def served_on_hosts(models: Models, proxy_location: str = "HeadOnly", **deployme
         for name, value in {**PROXY_ENVIRONMENT, **GIVES_NODES_UP}.items():
             environment.setenv(name, value)
         cluster = Cluster(True, head_node_args=head)
-        with served_on(cluster, config, models, proxy_location) as app:
+        with served_on(cluster, config, models) as app:
             hosts = Hosts(app, cluster, other)
             with hosts.node():
                 wait_until(app.all_replicas_are_known, LOADED_WITHIN_S, "the target", every_s=0.5)
