@@ -106,23 +106,6 @@ def test_echo_and_ping(peer, capsys):
     assert link.broken is None
 
 
-def test_close_reaches_the_peer_with_its_reason(peer):
-    link = peer.link()
-    echo(link, ROUND)
-    link.close("verifier leaves")
-    assert peer.report() == {"broken": "closed by peer: verifier leaves", "echoed": 1}
-
-
-def test_damaged_frame_is_never_delivered_and_a_new_epoch_works(peer):
-    """tests/unit/test_frame.py has what else may be damaged."""
-    link = peer.link(flip_byte=4)
-    link.post(pack(ROUND))
-    assert until_broken(link).startswith("bad frame: epoch")
-    assert link.poll(0) is None
-    assert peer.report()["broken"].startswith("connection lost")
-    echo(peer.link(), ROUND)
-
-
 def test_stopped_peer(mortal_peer):
     """Silence breaks the link at its deadline. Until then, and after, no call on this thread waits for the peer."""
     link = mortal_peer.link(deadline_s=DEADLINE_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import ssl
 import threading
@@ -92,40 +91,6 @@ def exchange(port: int, sent: bytes, source: str = HERE, until: bytes | None = N
             got += part
         return got
     return b""
-
-
-class Drip:
-    """Connections that send their opening at once and then a byte each now and then, until the server closes them.
-
-    It reads nothing but the end, when there is one.
-    """
-
-    def __init__(self, port: int, opening: bytes, byte: bytes, number: int, source: str = ELSEWHERE) -> None:
-        self._byte = byte
-        self.left = [connect(port, source) for _ in range(number)]
-        for connection in self.left:
-            connection.sendall(opening)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while self.left and not self._stop.wait(0.1):
-            readable, _, _ = select.select(self.left, [], [], 0)
-            for connection in list(self.left):
-                try:
-                    if connection in readable and not connection.recv(65536):
-                        raise ConnectionError
-                    connection.sendall(self._byte)
-                except OSError:
-                    connection.close()
-                    self.left.remove(connection)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        for connection in self.left:
-            connection.close()
 
 
 class Relay:

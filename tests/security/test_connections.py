@@ -1,4 +1,4 @@
-"""Attacks by connections and bytes: slow, silent, too many, too large, and not what HTTP or gRPC allows."""
+"""Attacks by connections and bytes: silent, too many, too large, and not what HTTP or gRPC allows."""
 
 from __future__ import annotations
 
@@ -16,26 +16,6 @@ from tests.security.attackers import ELSEWHERE, POST, PREFACE, call, data, excha
 from tests.security.conftest import Victim
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
-HALF = raw.generation(pb.GenerateRequest, raw.PROMPT * 3000).SerializeToString()
-SLOW = {
-    "headers": ("http", POST, b"x"),
-    "a body": ("http", POST + b"content-length: 5000\r\n\r\n", b" "),
-    "gRPC's message": ("grpc", PREFACE + call(raw.GENERATE) + data(raw.message(HALF)[:200]), data(b"x")),
-}
-"""The port, what is sent at once, and what follows bit by bit, by what comes slowly: one for each timeout."""
-
-
-@pytest.mark.parametrize("what", SLOW)
-def test_slow_senders_are_cut_and_hold_nobody_up(victim: Victim, what: str) -> None:
-    gateway = victim.gateway(header_timeout_s=1, idle_timeout_s=1, max_connections_per_address=1000)
-    port, opening, byte = SLOW[what]
-    drip = raw.Drip(gateway.http_port if port == "http" else gateway.grpc_port, opening, byte, 300)
-    try:
-        victim.caller(gateway).tokens()
-        wait_for(lambda: not drip.left, f"{what}: every slow connection is closed")
-    finally:
-        drip.close()
 
 
 @pytest.mark.exhaustive  # tests/unit/test_gateway.py has the gateway's side

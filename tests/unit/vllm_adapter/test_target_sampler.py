@@ -16,7 +16,6 @@ from outrider.actors.verification.batch import Status
 from outrider.cluster.link.messages import SparseQ
 
 V, K = 40, 3
-pytestmark = pytest.mark.exhaustive
 
 
 DRAFTS = [7, 8, 9]
