@@ -1,8 +1,8 @@
 """Measures, and asserts no time: the target's step with K drafts for every request and with lengths that differ, the
 CUDA graphs that it replays, and how long the target stands between two steps.
 
-Prints a table, each line of which begins with "measured: ". Tiny random weights by default; OUTRIDER_GPU_PAIRS names
-real ones, as for test_gpu_drafters.py: `{"dense": ["target", "drafter"]}`.
+Prints a table. Tiny random weights by default; OUTRIDER_GPU_PAIRS names real ones, as for test_gpu_drafters.py:
+`{"dense": ["target", "drafter"]}`.
 """
 
 import json
@@ -29,6 +29,6 @@ def test_step_times_and_graphs_of_even_and_of_mixed_lengths(added, models, capsy
     in_replica(pair, count_graphs)
     rows = [measured(pair, batch, mixed) for mixed in (False, True) for batch in BATCHES]
     with capsys.disabled():
-        print(f"\nmeasured: {target}, target ranks {ranks}\nmeasured: {HEADER}")
-        print("\n".join(f"measured: {line(row)}" for row in rows))
+        print(f"\n{target}, target ranks {ranks}\n{HEADER}")
+        print("\n".join(map(line, rows)))
     assert all(row["drafts_a_round"] > 0 for row in rows), "nothing was drafted"
