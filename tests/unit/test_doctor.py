@@ -74,8 +74,6 @@ def wrong(tmp_path: Path, model: Path, port: int) -> dict[str, tuple[str, dict[s
     damaged, stranger = checkpoint(tmp_path / "damaged"), checkpoint(tmp_path / "stranger", ("b", "a"))
     file = damaged / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    empty = checkpoint(tmp_path / "empty")
-    (empty / "model.safetensors").unlink()
 
     def drafted_by(path: Path) -> dict[str, Any]:
         return {"target": target, "drafter": {"method": "draft_model", "model": str(path)}}
@@ -83,18 +81,8 @@ def wrong(tmp_path: Path, model: Path, port: int) -> dict[str, tuple[str, dict[s
     tls = {"certificate": nowhere, "key": nowhere}
     return {
         "unknown key": ("target.max_model_length", {"target": {**target, "max_model_length": 5}}),
-        "wrong type": ("target.tensor_parallel_size", {"target": {**target, "tensor_parallel_size": "two"}}),
-        "out of range": ("target.max_num_seqs", {"target": {**target, "max_num_seqs": 0}}),
-        "too many drafts": (
-            "speculation.num_speculative_tokens",
-            {"target": target, "speculation": {"num_speculative_tokens": 999}},
-        ),
-        "no checkpoint": ("target.model", {"target": {"model": nowhere}}),
         "damaged weights": ("target.model", {"target": {"model": str(damaged)}}),
-        "no weights": ("target.model", {"target": {"model": str(empty)}}),
         "another tokenizer": ("drafter.model", drafted_by(stranger)),
-        "ranks": ("target.tensor_parallel_size", {"target": {**target, "tensor_parallel_size": 3}}),
-        "too long": ("target.max_model_len", {"target": {**target, "max_model_len": 1024}}),
         "port in use": (
             "serving.gateway.http_port",
             {"target": target, "serving": {"gateway": {**FREE, "http_port": port}}},

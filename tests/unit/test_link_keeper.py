@@ -110,12 +110,6 @@ def test_a_borrowed_drafter_is_left_when_its_own_is_back(keeper):
     assert keeper.status()["drafter"] == "D1"
 
 
-def test_at_home_nobody_looks(keeper):
-    keeper.next_link()
-    assert not keeper.looked.acquire(timeout=0.1)
-    assert keeper.links.empty()
-
-
 def test_a_drafter_that_is_about_to_go_is_left_without_a_while(prepared, monkeypatch):
     monkeypatch.setattr(FailbackPolicy, "FIRST_S", 1e6)
     prepared._homing = FailbackPolicy()

@@ -54,21 +54,6 @@ def pair_of_kind(kind: str, target: Path | str, drafter: Path | str, num_specula
     }
 
 
-def measured_pair(
-    target: Path | str, drafter: Path | str, num_speculative_tokens: int, tensor_parallel_size: int
-) -> dict[str, Any]:
-    """A pair that tells which CUDA graphs its target replays. The KV cache takes what memory is left."""
-    common = {"dtype": "bfloat16", "kv_cache_memory_bytes": None}
-    most = {"gpu_memory_utilization": 0.85}
-    counted = {**most, "cudagraph_metrics": True}
-    return {
-        "target": engine(Path(target), tensor_parallel_size=tensor_parallel_size, **common, engine_args=counted),
-        "drafter": {"method": "draft_model", **engine(Path(drafter), **common, engine_args=most)},
-        "speculation": {"num_speculative_tokens": num_speculative_tokens, "adaptive": False},
-        "link": PATIENT,
-    }
-
-
 def _pair(models: Models) -> dict[str, Any]:
     return {
         "target": engine(models.target),

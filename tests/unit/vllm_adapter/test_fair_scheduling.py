@@ -63,11 +63,6 @@ def test_callers_are_told_apart():
     assert sum(one > little for one in much) > 80
 
 
-def test_vllms_priority_is_kept():
-    scheduler = arriving([(100.0, request(10)), (200.0, request(5000, priority=-1))])
-    assert scheduler.added[1].priority < scheduler.added[0].priority
-
-
 def test_long_prompts_share_a_step_in_every_step():
     scheduler = Scheduler()
     assert scheduler.schedule() == (750, False)
