@@ -118,6 +118,14 @@ def test_one_miss_does_not_stall_a_batch_but_one_request_waits_for_a_cheap_token
     assert all(lengths.k_miss == 0 < lengths.k for lengths in batch.chosen)
 
 
+def test_two_drafts_are_asked_for_until_a_step_and_an_answer_have_been_measured():
+    controller = LengthController(8)
+    request = controller.track(8)
+    assert controller.choose([request]) == [Lengths(2, 0)]
+    controller.observe_step(1, 3, 0.025)
+    assert controller.choose([request]) == [Lengths(2, 0)]
+
+
 def test_a_request_never_gets_more_than_it_may_have():
     controller = LengthController(8)
     requests = [*(controller.track(most) for most in (1, 0, -3, 99)), Estimate()]
