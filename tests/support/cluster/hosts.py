@@ -62,11 +62,6 @@ class Hosts:
                     each.kill()
             process.wait()
 
-    def end_node(self) -> None:
-        """End the node as Kubernetes deletes a pod: SIGTERM to `ray start`."""
-        (ray_start,) = self._entered.children()
-        ray_start.terminate()
-
     def link(self) -> LinkReport:
         """Return the link of the only target."""
         (link,) = ask_registry(self.app, "links").values()
