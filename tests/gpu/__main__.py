@@ -68,7 +68,7 @@ SHARED = (
     "tests/unit/learning/test_loss.py",
     "tests/unit/learning/test_replay.py",
 )
-"""Of the other suites: draft loop, cut head, draft lengths, verification, training."""
+"""Files of the other suites: draft loop, cut head, draft lengths, verification, training."""
 
 CONFIGURED = ("tests/unit/round",)
 """Needs what reads configurations as well."""

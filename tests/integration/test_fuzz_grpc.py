@@ -38,7 +38,7 @@ BLAMES_THE_REQUEST = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 MAY_GROW_BY_MIB = 96
-"""Of ingress and proxy together, over all requests after the first few hundred: what an allocator keeps, not a leak
+"""Growth of ingress and proxy together, over all requests after the first few hundred: what an allocator keeps, no leak
 of requests, which are up to a megabyte each."""
 
 
@@ -74,7 +74,7 @@ def verdict(each: Call, code: grpc.StatusCode) -> str | None:
 
 
 def memory_mib(pair: Deployment) -> float:
-    """Of the processes that requests pass through on their way in."""
+    """Return the memory of the processes that requests pass through on their way in."""
     actors = pair.actors()
     pids = [actor.pid for name, actor in actors.items() if name == "Ingress" or "PROXY" in name]
     assert len(pids) >= 2, f"no proxy or no ingress among {sorted(actors)}"

@@ -118,7 +118,7 @@ REFUSED = {
         "vllm_xargs.speculation.num_speculative_tokens",
     ),
 }
-"""By who finds it. The table is in tests/unit."""
+"""Bad requests by who finds them. The table is in tests/unit."""
 
 
 @pytest.mark.parametrize("name", REFUSED)

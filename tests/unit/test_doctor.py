@@ -69,7 +69,7 @@ def test_a_configuration_that_fits_is_fine(tmp_path: Path, model: Path, capsys: 
 
 
 def wrong(tmp_path: Path, model: Path, port: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """By what is wrong: the field that has to be named, and sections of the configuration."""
+    """Return, by what is wrong, the field that has to be named, and sections of the configuration."""
     target, nowhere = {"model": str(model)}, str(tmp_path / "nowhere")
     damaged, stranger = checkpoint(tmp_path / "damaged"), checkpoint(tmp_path / "stranger", ("b", "a"))
     file = damaged / "model.safetensors"

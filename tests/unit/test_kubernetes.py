@@ -51,7 +51,7 @@ def check_kubernetes(document: Tree) -> None:
 
 
 def check_part(_: Any, kind: str, part: Tree, __: Tree) -> Iterator[jsonschema.ValidationError]:
-    """Of one of KubeRay's: Kubernetes' schemas are of whole objects."""
+    """Check a part of one of KubeRay's: Kubernetes' schemas are of whole objects."""
     try:
         check_kubernetes({"apiVersion": "v1", "kind": kind, **part, "metadata": {"name": "x", **part["metadata"]}})
     except kubernetes_validate.ValidationError as error:
@@ -72,7 +72,7 @@ def check_document(document: Tree) -> None:
 
 
 def documents(folder: Path) -> Iterator[tuple[str, Tree]]:
-    """Of a kustomization, with those of the folders that it names: each with the file it comes from."""
+    """Yield the documents of a kustomization and of the folders that it names, each with the file it comes from."""
     for name in yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]:
         path = (folder / name).resolve()
         if path.is_dir():
@@ -95,7 +95,7 @@ def cluster(overlay: str) -> Tree:
 
 
 def containers(group: Tree) -> dict[str, Tree]:
-    """Of its pods, Ray's first, as KubeRay wants it."""
+    """Return the containers of its pods, Ray's first, as KubeRay wants it."""
     found = group["template"]["spec"]["containers"]
     assert found[0]["name"].startswith("ray-")
     return {"ray": found[0], **{container["name"]: container for container in found[1:]}}
@@ -117,7 +117,7 @@ def configurations(overlay: str) -> dict[str, str]:
 
 
 def environment_of(overlay: str, container: Tree) -> dict[str, str]:
-    """As a container sees it."""
+    """Return the environment that a container sees."""
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):
         found |= config_map(overlay, source["configMapRef"]["name"])
@@ -224,7 +224,7 @@ def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str)
 
 
 def node_of(group: Tree, has_gpus: bool) -> Tree:
-    """As ``ray.nodes()`` has it."""
+    """Return a node as ``ray.nodes()`` has it."""
     resources = {"CPU": float(cpus(group)), **({"GPU": float(gpus(group))} if has_gpus else {})}
     return {"Alive": True, "Resources": resources, "Labels": group["labels"]}
 

@@ -16,7 +16,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "fp8": {"engine_args": {"quantization": "fp8"}, "dtype": "bfloat16"},
     "tp2": {"tensor_parallel_size": 2},
 }
-"""By kind of draft model: what its section has besides."""
+"""What a draft model's section has besides, by its kind."""
 
 
 def target_and_lookup(models: Models, method: str) -> dict[str, Any]:

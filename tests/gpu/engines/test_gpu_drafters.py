@@ -26,7 +26,7 @@ PROMPTS = [
 ]
 NUM_TOKENS, K = 128, 3
 TOLERANCE = 0.1
-"""Of a share of accepted drafts: a round that ends late is drafted for again, by either side, elsewhere in the text."""
+"""How far a share of accepted drafts may be off: late rounds are drafted for again, by either side, elsewhere."""
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,7 @@ class Host:
 
 
 def furnish(prefix: Sequence[str] = ()) -> None:
-    """In namespaces that APART has made: files of its own, and a way to itself."""
+    """Give namespaces that APART has made files of their own, and a way to themselves."""
     for folder in ITS_OWN:
         os.makedirs(folder, exist_ok=True)
         subprocess.run([*prefix, "mount", "-t", "tmpfs", "tmpfs", folder], check=True)

@@ -80,7 +80,7 @@ def acceptance(made, tensors, texts):
 
 
 def work(made, steps):
-    """For so many steps, however often the texts have been trained on."""
+    """Train for so many steps, however often the texts have been trained on."""
     for _ in range(steps):
         made._to_train_on = learner_module.PASSES
         assert made.work()
@@ -108,7 +108,7 @@ def alike(tensors, others):
 
 
 def serve(made, tensors=None):
-    """As if the gate had let it in: what serves, a little changed, where nothing else is given."""
+    """Let a version in, as if by the gate: what serves, a little changed, where nothing else is given."""
     with made._lock:
         version = made._next(plus(made._serving.tensors) if tensors is None else tensors)
         made._publish(version, "replaced", previous=made._serving)

@@ -115,7 +115,7 @@ class VirtualRounds:
         return self.batch + int(accepted.sum()), step_s + waited_s
 
     def _commit(self, draft_steps: int) -> tuple[np.ndarray, np.ndarray, list[DraftOrigin]]:
-        """Of each request: drafts that were accepted, drafts that are ready for the next round, and where from."""
+        """Return each request's accepted drafts, those that are ready for the next round, and where they come from."""
         rates = np.resize(np.array(self.text.acceptance), self.batch)
         right = self._random.random((self._max_tokens + 1, self.batch)) < rates
         run = np.cumprod(right, axis=0).sum(axis=0)

@@ -93,7 +93,7 @@ def forbids_two(ids: Tensor) -> Tensor:
     ("mode", "exact"), [(Mode.REJECTION, False), (Mode.BLOCK, False), (Mode.COUPLED, True)], ids=lambda v: str(v)
 )
 def test_a_cut_that_depends_on_the_token_itself_biases_rejection_but_not_coupled(mode, exact):
-    """As the scheduler cuts drafts at the first token that a grammar forbids; the target's mask forbids it too."""
+    """The scheduler cuts drafts so, at the first token that a grammar forbids; the target's mask forbids it too."""
     logits = TARGET.logits.clone()
     logits[..., 2] = -torch.inf
     target = Toy(logits)

@@ -8,7 +8,7 @@ from tests.support.clock import Clock
 
 
 class Base:
-    """As much of vLLM's scheduler as the mixin touches."""
+    """Has as much of vLLM's scheduler as the mixin touches."""
 
     def __init__(self):
         serving = {"gateway": {"keys_file": "keys.yaml"}}
