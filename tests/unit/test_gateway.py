@@ -293,7 +293,7 @@ class TestKeys:
         assert generate(stub, "first")[0] is grpc.StatusCode.UNAUTHENTICATED
         assert front.get("/v1/x", authorization="Bearer secret 500").status == 200
         front.service.ends.set()
-        assert list(stream) is not None, "the stream comes to its end"
+        list(stream)  # comes to its end
         assert stream.code() is grpc.StatusCode.OK
 
     def test_a_file_that_is_wrong_changes_nothing(self, serve, tmp_path) -> None:
@@ -530,7 +530,7 @@ def test_drain_lets_a_stream_end_and_takes_nothing_new(serve) -> None:
             next(stream)
         assert not drained.done()
         front.service.ends.set()
-        assert len(list(stream)) >= 0
+        list(stream)
         assert stream.code() is grpc.StatusCode.OK
         assert drained.result(), "idle connections and watches do not hold it up"
 
