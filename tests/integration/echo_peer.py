@@ -50,7 +50,7 @@ def invite(epoch, verifier_id, **changes):
 
 
 def connected(backend, **changes):
-    """Two wires of this process that are connected, the verifier's first. backend: as Wire.backend names it."""
+    """Return two wires of this process that are connected, the verifier's first. backend: as Wire.backend names it."""
     invitation, complete = invite(1, "test", backend=asked(backend), **changes)
     joined = queue.SimpleQueue()
     seen = invitation if backend != "tcp" else replace(invitation, local_addresses=None)

@@ -58,7 +58,7 @@ async def outcome(channel: grpc.aio.Channel, each: Call) -> grpc.StatusCode:
 
 
 def verdict(each: Call, code: grpc.StatusCode) -> str | None:
-    """What is wrong with this outcome; None: nothing."""
+    """Return what is wrong with this outcome; None: nothing."""
     if each.cancel and code is grpc.StatusCode.CANCELLED:
         return None
     message = each.message

@@ -51,7 +51,7 @@ def mortal_peer(request):
 
 @pytest.fixture(params=BACKENDS)
 def ends(request):
-    """Two wires that are connected, and a deadline that never comes."""
+    """Yield two wires that are connected, and a deadline that never comes."""
     here, there = connected(request.param)
     yield here, there
     here.end()

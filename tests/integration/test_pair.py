@@ -18,7 +18,7 @@ BLOCK = 128
 
 @pytest.fixture(scope="module")
 def answers():
-    """Greedy answers by prompt, made once."""
+    """Return greedy answers by prompt, made once."""
     return {}
 
 

@@ -29,7 +29,7 @@ LONG = "It was the best of times, it was the worst of times. " * 8
 
 
 def said(*parts, text=TEXT):
-    """One message: a text, and pictures by their URLs."""
+    """Return one message: a text, and pictures by their URLs."""
     shown = [{"type": "image_url", "image_url": {"url": url}} for url in parts]
     return [{"role": "user", "content": [{"type": "text", "text": text}, *shown]}]
 

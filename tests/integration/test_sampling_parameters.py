@@ -65,7 +65,7 @@ def on_and_off(pair):
 
 @pytest.fixture
 def free(pair):
-    """The answers without any further parameter: what a parameter has to change."""
+    """Return the answers without any further parameter: what a parameter has to change."""
     return {"sampled": list(ask(pair, **SAMPLED).token_ids), "greedy": list(ask(pair, **GREEDY).token_ids)}
 
 

@@ -50,7 +50,7 @@ def request(path: bytes, *fields: tuple[bytes, bytes], method: str = "POST", str
 
 
 def call(path: bytes, *fields: tuple[bytes, bytes], stream: int = 1) -> bytes:
-    """The headers of a gRPC call."""
+    """Return the headers of a gRPC call."""
     return request(path, (b"content-type", b"application/grpc"), (b"te", b"trailers"), *fields, stream=stream)
 
 
@@ -199,7 +199,7 @@ def generation(
 
 
 def code_of(ask: Any) -> str:
-    """The name of the status with which a gRPC call ends."""
+    """Return the name of the status with which a gRPC call ends."""
     try:
         ask()
     except grpc.RpcError as error:

@@ -17,7 +17,7 @@ def assigned(members, verifier, now=0.0):
 
 @pytest.fixture
 def two():
-    """Two replicas with a drafter each."""
+    """Return two replicas with a drafter each."""
     members = DrafterRegistry()
     members.renew(Member("r1", "D1"), 10, now=0)
     members.renew(Member("r2", "D2"), 10, now=0)

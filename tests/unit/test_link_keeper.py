@@ -151,7 +151,7 @@ def test_a_drafter_that_is_silent_on_two_links_is_restarted(keeper):
 
 
 def silent_links(deadline_s, *heard):
-    """The number of the link after which the drafter is restarted; None: it is not."""
+    """Return the number of the link after which the drafter is restarted; None: it is not."""
     links = StuckDrafterDetector(deadline_s)
     return next((number for number, one in enumerate(heard, 1) if links.ended("D1", f"{HANG}: no answer", one)), None)
 

@@ -22,7 +22,7 @@ def pytest_configure(config):
 
 
 def missing(number):
-    """What keeps a test for so many GPUs from running here; None: nothing."""
+    """Return what keeps a test for so many GPUs from running here; None: nothing."""
     if not (installed_version("vllm") and find_spec("vllm")):
         return "vLLM's GPU build is not installed"
     if not find_spec("ray"):
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def added(deployments):
-    """A deployment by its name, sections given."""
+    """Return a deployment by its name, sections given."""
 
     def use(name, **sections):
         deployments.add(name, sections)

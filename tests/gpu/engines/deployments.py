@@ -25,12 +25,12 @@ def target_and_lookup(models: Models, method: str) -> dict[str, Any]:
 
 
 def pair_over(models: Models, backend: str) -> dict[str, Any]:
-    """A pair whose link has that backend."""
+    """Return a pair whose link has that backend."""
     return {**_pair(models), "link": {**DEADLINES, "backend": backend}}
 
 
 def pair_with_graphs(models: Models, target_eager: bool, drafter_eager: bool) -> dict[str, Any]:
-    """A pair of which either side replays CUDA graphs unless it is eager."""
+    """Return a pair of which either side replays CUDA graphs unless it is eager."""
     pair = _pair(models)
     return {
         **pair,
@@ -44,7 +44,7 @@ def _eager(section: dict[str, Any], eager: bool) -> dict[str, Any]:
 
 
 def pair_of_kind(kind: str, target: Path | str, drafter: Path | str, num_speculative_tokens: int) -> dict[str, Any]:
-    """A pair whose draft model is of a kind of SIDES."""
+    """Return a pair whose draft model is of a kind of SIDES."""
     side = {"dtype": "float32", **SIDES[kind]}
     return {
         "target": engine(Path(target), dtype=side["dtype"], engine_args={"enable_prefix_caching": False}),

@@ -39,7 +39,7 @@ DEPLOYMENT = DeploymentID("Target", "app")
 
 
 def waiting(seconds: float, like: Report = BUSY) -> Report:
-    """A replica whose waiting requests take it so long."""
+    """Return a replica whose waiting requests take it so long."""
     return replace(like, waiting=seconds * RATE / TOKENS, waiting_tokens=seconds * RATE)
 
 

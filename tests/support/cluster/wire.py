@@ -101,7 +101,7 @@ class Host:
         self._carrier.stdin.flush()
 
     def _wait_for_first(self) -> int:
-        """The process that the others there descend from, once nothing that is mounted there shows here."""
+        """Return the process that the others there descend from, once nothing that is mounted there shows here."""
         unshare = psutil.Process(self._namespaces.pid)
         while True:
             assert self._namespaces.poll() is None, "no other host"

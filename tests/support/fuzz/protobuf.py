@@ -168,7 +168,7 @@ class Call:
 
     @property
     def message(self) -> Any:
-        """The decoded request; None: the bytes do not decode."""
+        """Return the decoded request; None: the bytes do not decode."""
         try:
             return GetMessageClass(RPCS[self.path].input_type).FromString(self.data)
         except DecodeError:

@@ -141,7 +141,7 @@ def record_drafts(selector, record, drafter, accepted):
 
 
 def played(rates, rounds=60):
-    """A selector that has heard of so many rounds of one request, and its record."""
+    """Return a selector that has heard of so many rounds of one request, and its record."""
     chance = random.Random(0)
     selector = DrafterSelector(list(rates))
     record = selector.new_record()

@@ -41,7 +41,7 @@ def request(tokens, priority=0, **ours):
 
 
 def arriving(arrivals):
-    """A scheduler to which these have come: by the monotonic clock, and what."""
+    """Return a scheduler to which these have come: by the monotonic clock, and what."""
     clock = Clock()
     scheduler = Scheduler(arrival_clock=clock)
     for clock.now, each in arrivals:

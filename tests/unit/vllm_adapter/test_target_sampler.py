@@ -119,7 +119,7 @@ def metadata_of(requests):
 
 
 def by_hand(logits, p, output):
-    """One row's logits after allowed ids, bad words, min_tokens, logit_bias and penalties, in that order."""
+    """Return one row's logits after allowed ids, bad words, min_tokens, logit_bias and penalties, in that order."""
     logits = logits.clone()
     if p.allowed_token_ids:
         forbidden = torch.ones(V, dtype=torch.bool)
