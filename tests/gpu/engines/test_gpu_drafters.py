@@ -63,9 +63,7 @@ def test_acceptance_is_that_of_vllm_s_own_drafting(pairs, added, kind):
         del arguments[name]
     own = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": K}
     own |= SIDES[kind].get("engine_args", {})
-    of_vllm, accepted_by_vllm = drafted_and_accepted(
-        target, PROMPTS, NUM_TOKENS, **arguments, speculative_config=own, disable_log_stats=False
-    )
+    of_vllm, accepted_by_vllm = drafted_and_accepted(target, PROMPTS, NUM_TOKENS, **arguments, speculative_config=own)
     ours, theirs = accepted / drafted, accepted_by_vllm / of_vllm
     print(f"{kind}: {ours:.3f} of {drafted} drafts accepted, in process {theirs:.3f} of {of_vllm}")
     assert ours == pytest.approx(theirs, abs=TOLERANCE)

@@ -33,8 +33,9 @@ def drafted_and_accepted(
 ) -> tuple[int, int]:
     """Return how many drafts all greedy answers had, and how many were accepted. engine_args: vLLM's, with a
     ``speculative_config``."""
+    counts_each = {"per_request_spec_decode_metrics": "summary", "disable_log_stats": False}
     request = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "ignore_eos": True}
-    counted = [counts for *_, counts in _answers(model, {**request, "engine_args": engine_args})]
+    counted = [counts for *_, counts in _answers(model, {**request, "engine_args": {**counts_each, **engine_args}})]
     return sum(drafted for drafted, _ in counted), sum(accepted for _, accepted in counted)
 
 
