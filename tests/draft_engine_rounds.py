@@ -53,7 +53,7 @@ class Side:
 
 
 def outcome(rng, sequence, drafts):
-    """What the verifier commits, and how it comes about."""
+    """Return what the verifier commits, and how it comes about."""
     kind = rng.choice(["main chain", "main chain", "side branch", "side branch", "other", "stale"])
     if kind == "main chain" and sequence.num_drafted > len(drafts):
         return kind, sequence.main.ids(sequence.committed_len, sequence.committed_len + len(drafts) + 1)
@@ -65,7 +65,7 @@ def outcome(rng, sequence, drafts):
 
 
 def alike(mine, theirs):
-    """Whether q is the same but for rounding, which depends on the shape of the batch."""
+    """Return whether q is the same but for rounding, which depends on the shape of the batch."""
     if mine is None or theirs is None:
         return mine is theirs
     dense = np.zeros((2, len(mine.ids), VOCAB + 16))

@@ -3,9 +3,8 @@
     python -m tests.bench.learning_shift --target T --drafter D --minutes 8 --out shift
 
 Both answer the same prompts in turns, in float32, greedy or, above temperature 0, with seeds and drafts coupled to
-them: the same tokens, or it says how many were not. Acceptance by turn and temperature, tokens a second as a ratio of
-pairs, rounds without drafts around each change of version, and a plot. What the trainer has left of the cores it has
-from both alike.
+them: the same tokens, or it says how many were not. It prints acceptance by quarter of a domain, and tokens a second as
+a ratio of pairs, and plots them. What the trainer has left of the cores it has from both alike.
 """
 
 from __future__ import annotations
@@ -16,17 +15,20 @@ import json
 import signal
 import time
 import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.deploy.bench.machine import machine, versions
+from outrider.deploy.client.sync_client import OutriderClient
 from outrider.deploy.ports import pick_free_port
+from outrider.v1 import generation_pb2 as pb
 from tests.bench.domain_prompts import prompts
 from tests.bench.emulated_speed import working_directory
 from tests.bench.emulation import served
 from tests.bench.emulation.paired import ratio_of_pairs
-from tests.bench.real_pair import Turn, answer
 from tests.support.cluster.scrape import parse
 
 PREFIX = "<|im_start|>user\n"
@@ -36,6 +38,20 @@ WINDOW = 8
 
 POINTS = 16
 """Points of the plot, about."""
+
+COUNTS = ("rounds", "drafted_rounds", "drafted", "accepted")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One side's answers to one pair's prompts."""
+
+    tokens: int
+    seconds: float
+    counts: dict[str, int]
+    """The verifier's counts over the turn."""
+
+    texts: list[str]
 
 
 @dataclass(frozen=True)
@@ -51,16 +67,23 @@ class Pair:
     frozen: Turn
 
 
-@dataclass(frozen=True)
-class Swap:
-    """Another version drafts than a turn before: it was taken in this turn, or after the one before.
+def answer(
+    client: OutriderClient, texts: Sequence[str], concurrency: int, max_tokens: int, temperatures: Sequence[float]
+) -> Turn:
+    """temperatures: of one text after the other, from the start again where there are more texts."""
 
-    without, frozen_without: rounds without drafts of a request of this turn, in the mean, on either side."""
+    def ask(text: str, temperature: float) -> pb.GenerateResponse:
+        return client.generate(text, temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True)
 
-    minute: float
-    version: int
-    without: float
-    frozen_without: float
+    before = client.status().rounds
+    with ThreadPoolExecutor(concurrency) as pool:
+        started = time.perf_counter()
+        answers = list(pool.map(ask, texts, itertools.cycle(temperatures)))
+        seconds = time.perf_counter() - started
+    after = client.status().rounds
+    counts = {name: getattr(after, name) - getattr(before, name) for name in COUNTS}
+    tokens = sum(answer.usage.completion_tokens for answer in answers)
+    return Turn(tokens, seconds, counts, [answer.text for answer in answers])
 
 
 def acceptance(turns: list[Turn]) -> float:
@@ -68,58 +91,9 @@ def acceptance(turns: list[Turn]) -> float:
     return sum(turn.counts["accepted"] for turn in turns) / drafted if drafted else 0.0
 
 
-def at(turns: list[Turn], temperatures: list[float], temperature: float) -> float:
-    """Acceptance of the requests with this temperature."""
-    drafts = [
-        (drafted, accepted)
-        for turn in turns
-        for of, drafted, accepted in zip(itertools.cycle(temperatures), turn.drafted, turn.accepted, strict=False)
-        if of == temperature
-    ]
-    drafted, accepted = (sum(of) for of in zip(*drafts, strict=True))
-    return accepted / drafted if drafted else 0.0
-
-
 def length(turns: list[Turn]) -> float:
     """Tokens a drafted round."""
     return 1 + sum(t.counts["accepted"] for t in turns) / max(sum(t.counts["drafted_rounds"] for t in turns), 1)
-
-
-def without_drafts(turns: list[Turn]) -> float:
-    """Rounds of a request's, in the mean. Its first one is among them where drafts are late for it."""
-    asked = sum(len(turn.texts) for turn in turns)
-    rounds = sum(turn.counts["rounds"] - turn.counts["drafted_rounds"] for turn in turns)
-    return rounds / asked if asked else 0.0
-
-
-def swaps(pairs: list[Pair]) -> list[Swap]:
-    """Version 0 drafts before the first turn."""
-    versions_before = [0, *(pair.version for pair in pairs)]
-    return [
-        Swap(pair.minute, pair.version, without_drafts([pair.learning]), without_drafts([pair.frozen]))
-        for before, pair in zip(versions_before, pairs, strict=False)
-        if pair.version != before
-    ]
-
-
-def said_of_swaps(pairs: list[Pair]) -> list[str]:
-    """What a swap costs is what its turns have more than the others, and than the frozen side's."""
-    found = swaps(pairs)
-    minutes = {swap.minute for swap in found}
-    lines = []
-    for name, of in (
-        (f"{len(found)} turns with another version", [pair for pair in pairs if pair.minute in minutes]),
-        ("the others", [pair for pair in pairs if pair.minute not in minutes]),
-    ):
-        ours, theirs = (without_drafts([getattr(pair, side) for pair in of]) for side in ("learning", "frozen"))
-        lines.append(f"rounds without drafts a request, {name}: learning {ours:.2f}, frozen {theirs:.2f}")
-    if found:
-        most = max(found, key=lambda swap: swap.without - swap.frozen_without)
-        lines.append(
-            f"the most, version {most.version} at minute {most.minute:.1f}: learning {most.without:.2f}, "
-            f"frozen {most.frozen_without:.2f}"
-        )
-    return lines
 
 
 def rounds_a_second(turns: list[Turn]) -> list[float]:
@@ -147,10 +121,9 @@ def scraped(port: int) -> dict[str, float]:
     return {name: found.sum(f"outrider:{name}") for name in names}
 
 
-def table(pairs: list[Pair], domains: list[str], temperatures: list[float]) -> list[str]:
+def table(pairs: list[Pair], domains: list[str]) -> list[str]:
     columns = (
         "", "turns", "accepted, learning", "frozen", "tokens a round, learning", "frozen", "tok/s, ratio [95%]",
-        *(f"{side} at {temperature:g}" for temperature in temperatures for side in ("learning", "frozen")),
     )  # fmt: skip
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for number, domain in enumerate(domains):
@@ -163,9 +136,7 @@ def table(pairs: list[Pair], domains: list[str], temperatures: list[float]) -> l
             ratio = ratio_of_pairs([t.tokens / t.seconds for t in ours], [t.tokens / t.seconds for t in theirs])
             lines.append(
                 f"| {domain}, {name} | {len(part)} | {acceptance(ours):.3f} | {acceptance(theirs):.3f} | "
-                f"{length(ours):.2f} | {length(theirs):.2f} | {ratio} | "
-                + " | ".join(f"{at(side, temperatures, t):.3f}" for t in temperatures for side in (ours, theirs))
-                + " |"
+                f"{length(ours):.2f} | {length(theirs):.2f} | {ratio} |"
             )
     return lines
 
@@ -264,8 +235,7 @@ def main() -> None:
     same = sum(a == b for a, b in texts_of)
     ratio = ratio_of_pairs(*([getattr(p, s).tokens / getattr(p, s).seconds for p in pairs] for s in ports))
     steps = ratio_of_pairs(*(rounds_a_second([getattr(p, s) for p in pairs]) for s in ports))
-    print("\n".join(table(pairs, domains, args.temperatures)))
-    print("\n".join(said_of_swaps(pairs)))
+    print("\n".join(table(pairs, domains)))
     print(f"drafted rounds a second, learning over frozen: {steps}")
     print(f"same text: {same} of {len(texts_of)}; tokens a second, learning over frozen: {ratio}; {ended}")
     document = {
@@ -273,7 +243,6 @@ def main() -> None:
         "machine": machine(()),
         "versions": versions(),
         "ended": ended,
-        "swaps": [asdict(swap) for swap in swaps(pairs)],
         "pairs": [asdict(pair) for pair in pairs],
     }
     args.out.with_suffix(".json").write_text(json.dumps(document, indent=1, default=str))

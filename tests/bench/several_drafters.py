@@ -198,7 +198,7 @@ CHOICES = (None, MODEL, "ngram", "suffix")
 
 
 class Earned(NamedTuple):
-    """In tokens."""
+    """Counts tokens."""
 
     a_second: float
     a_round: float

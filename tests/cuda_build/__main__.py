@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 NEEDED_GB = 12.0
-"""Of free disk: the environment, and as much again for a while as its largest packages."""
+"""Free disk that is needed: the environment, and as much again for a while as its largest packages."""
 
 STUBS = {"driver_stub.c": "libcuda.so.1", "runtime_stub.c": "libcudart_stub.so"}
 

@@ -32,7 +32,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "FlashAttention 3, fp8 KV, graphs": {
         "dtype": "bfloat16", "attention_backend": "FLASH_ATTN", "kv_cache_dtype": "fp8", "graphs": True,
     },
-    "FlashInfer, bf16": {"dtype": "bfloat16", "attention_backend": "FLASHINFER"},
     "Triton attention, float32": {"dtype": "float32", "attention_backend": "TRITON_ATTN"},
     "Triton attention, fp8 KV": {"dtype": "bfloat16", "attention_backend": "TRITON_ATTN", "kv_cache_dtype": "fp8"},
 }  # fmt: skip

@@ -71,9 +71,9 @@ class VirtualH100(cuda_platform.CudaPlatformBase):
 
 vllm.platforms._current_platform = VirtualH100()
 
-from tests.cuda_build import flashinfer_wrappers, kernels, triton_launch
+from tests.cuda_build import kernels, triton_launch
 
-for replaced in (triton_launch, kernels, flashinfer_wrappers):
+for replaced in (triton_launch, kernels):
     replaced.install()
 
 

@@ -44,7 +44,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "FlashAttention 3, bf16, no drafter, overlapping steps, graphs": {
         "dtype": "bfloat16", "attention_backend": "FLASH_ATTN", "drafter": None, "graphs": True,
     },
-    "FlashInfer, bf16, a step ahead": {"dtype": "bfloat16", "attention_backend": "FLASHINFER"},
     "Triton attention, float32, a step ahead": {"dtype": "float32", "attention_backend": "TRITON_ATTN"},
 }  # fmt: skip
 

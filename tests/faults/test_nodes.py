@@ -113,7 +113,7 @@ def nodes(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def _waiting() -> set[str]:
-    """The deployments that Serve says wait for room."""
+    """Return the deployments that Serve says wait for room."""
     applications = serve.status().applications.values()
     found = (pair for application in applications for pair in application.deployments.items())
     return {name for name, deployment in found if UNSCHEDULED in deployment.message}

@@ -21,7 +21,7 @@ from tests.support.load.stalls import Stalls
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LINKED_WITHIN_S = 10.0
-"""To the other drafter, after some 2 s where the machine has time; one that loads anew takes ten times as long."""
+"""Seconds to a link with the other drafter: some 2 s where the machine has time, ten times that for one that loads."""
 
 SAME_ACCEPTANCE = 0.02
 BACK_WITHIN_S = 300.0

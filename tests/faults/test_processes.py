@@ -70,7 +70,7 @@ CASES = [
 ]
 
 
-@pytest.mark.exhaustive  # some of this is in test_chaos.py's short while
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("deployment", "what", "how"), CASES, indirect=["deployment"])
 def test_one_is_harmed(deployment: Deployment, what: str, how: str) -> None:
     """Answers that wait for it go on when it does. Where it is lost, another takes its place; what ran on it is told

@@ -29,7 +29,7 @@ DELAY_S, LOSS = 0.02, 0.03
 
 @pytest.fixture(scope="module")
 def hosts(models: Models) -> Iterator[Hosts]:
-    """The drafter on the other."""
+    """Yield an application whose drafter is on the other host."""
     cores = available_cores()
     target = engine(models.target, max_num_seqs=4, cores=[[cores[0]]])
     drafter = engine(models.drafter, cores=[[cores[-1]]], node_labels=OTHER_HOST)

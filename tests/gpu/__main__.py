@@ -3,24 +3,41 @@
 Kernels and links need a checkout, PyTorch, Triton, NumPy and pytest; neither vLLM nor Ray, nor an installation. They
 are the tests of this folder, and those of the other suites that import no more than that, by the lists below. Engines
 need an environment with vLLM's GPU build and Ray. Each part is a pytest process of its own and runs whatever the former
-came to. On a GPU and without arguments, verification's times follow. The table at the end is also in gpu-report.txt, in
-the current directory, with versions and failures. The exit status is 1 where a part failed.
+came to. On a GPU and without arguments, verification's times follow. All that the parts print, versions and the table
+at the end are also in gpu-report.txt, in the current directory. The exit status is 1 where a part failed.
 
 --need-gpu: ends at once where PyTorch sees no GPU; otherwise tests that need one are skipped.
 """
 
 import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from outrider.cluster.installed import installed_version
-from tests.gpu.parts import NO_TESTS, ROOT, Part, report, run_measurement, run_tests, table
 
-HERE = "tests/gpu"
-REPORT = "gpu-report.txt"
+ROOT = Path(__file__).parents[2]
+NO_TESTS = 5
+"""pytest's exit status where none was selected."""
+
+PACKAGES = ("torch", "triton", "vllm", "ray", "flashinfer-python", "transformers", "numpy", "pytest")
+COMMANDS = (
+    ("nvidia-smi", "--query-gpu=index,name,driver_version,memory.total,compute_cap,mig.mode.current", "--format=csv"),
+    ("nvidia-smi", "topo", "-m"),
+    ("git", "rev-parse", "HEAD"),
+)
+"""What the report begins with."""
+
+GRACE_S = 60.0
+"""Between the interruption of a part that takes too long, which lets it end its engines, and its end."""
+
+HERE, ENGINES = "tests/gpu", "tests/gpu/engines"
 LIMIT_S = {"kernels": 2400.0, "links": 1200.0, "engines": 5400.0, "times": 600.0}
 """After which a part is ended. About four times what it is expected to take."""
 
@@ -51,7 +68,7 @@ SHARED = (
     "tests/unit/learning/test_loss.py",
     "tests/unit/learning/test_replay.py",
 )
-"""Of the other suites: draft loop, cut head, draft lengths, verification, training."""
+"""Files of the other suites: draft loop, cut head, draft lengths, verification, training."""
 
 CONFIGURED = ("tests/unit/round",)
 """Needs what reads configurations as well."""
@@ -59,38 +76,77 @@ CONFIGURED = ("tests/unit/round",)
 READS_CONFIGURATIONS = ("pydantic", "yaml", "jsonschema")
 
 
+def run(command: list[str], limit_s: float, report: Path) -> str:
+    """Runs a command, and appends what it prints to the report. Returns how it ended; empty: well."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    reader = threading.Thread(target=pass_on, args=(process, report), daemon=True)
+    reader.start()
+    problem = ""
+    try:
+        process.wait(limit_s)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        problem = f"ended after {limit_s:g} s" if isinstance(error, subprocess.TimeoutExpired) else "interrupted"
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(GRACE_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    reader.join(5.0)  # a process that is left behind may hold the pipe
+    return problem or (f"status {process.returncode}" if process.returncode not in (0, NO_TESTS) else "")
+
+
+def pass_on(process: subprocess.Popen[bytes], report: Path) -> None:
+    assert process.stdout is not None
+    with report.open("ab") as file:
+        while data := os.read(process.stdout.fileno(), 65536):
+            file.write(data)
+            file.flush()
+            os.write(sys.stdout.fileno(), data)
+
+
 def main(arguments: list[str]) -> int:
-    destination = Path(REPORT).absolute()
+    report = Path("gpu-report.txt").absolute()
     sees_gpu = torch.cuda.is_available()
     if "--need-gpu" in arguments:
         if not sees_gpu:
             sys.exit(f"outrider: PyTorch {torch.__version__} sees no GPU here: see `outrider doctor` and nvidia-smi")
         arguments = [argument for argument in arguments if argument != "--need-gpu"]
+    report.write_text("".join(f"{name} {installed_version(name) or 'is not installed'}\n" for name in PACKAGES))
+    for command in COMMANDS if sees_gpu else ():
+        run(list(command), 60.0, report)
     configured = CONFIGURED if all(find_spec(name) for name in READS_CONFIGURATIONS) else ()
     bare = ["-c", os.devnull, "--confcutdir", HERE, "--rootdir", str(ROOT), "--import-mode=importlib"]
     bare += ["-p", "tests.support.threads"]  # from a conftest that is not read here
     bare += ["-W", "ignore::pytest.PytestUnknownMarkWarning", "-o", "faulthandler_timeout=600"]
-    common = ["-m", "not exhaustive", "-ra", "-p", "no:cacheprovider"]
-    kernels = [HERE, "--ignore", f"{HERE}/engines", "--ignore", LINKS[0], *SHARED, *configured]
-    parts = [
-        run_tests("kernels", [*bare, *common, *kernels, *arguments], LIMIT_S["kernels"]),
-        run_tests("links", [*bare, *common, *LINKS, *arguments], LIMIT_S["links"]),
-    ]
+    pytest = [sys.executable, "-m", "pytest", "-m", "not exhaustive", "-ra", "-p", "no:cacheprovider", *arguments]
+    parts = {
+        "kernels": [*pytest, *bare, HERE, "--ignore", ENGINES, "--ignore", LINKS[0], *SHARED, *configured],
+        "links": [*pytest, *bare, *LINKS],
+    }
+    results = {}
     if reason := why_no_engines():
-        parts.append(Part("engines", not_run=reason))
+        results["engines"] = f"not run: {reason}"
     else:
-        parts.append(run_tests("engines", [*common, f"{HERE}/engines", *arguments], LIMIT_S["engines"]))
+        parts["engines"] = [*pytest, ENGINES]
     if sees_gpu and not arguments:
-        measure = [sys.executable, "-m", "tests.bench.verification_speed", "--device", "cuda", "--ours-only"]
-        parts.append(run_measurement("times", measure, LIMIT_S["times"]))
-    print(f"\n{table(parts)}\n")
+        parts["times"] = [sys.executable, "-m", "tests.bench.verification_speed", "--device", "cuda", "--ours-only"]
+    failed = False
+    for name, command in parts.items():
+        began = time.monotonic()
+        problem = run(command, LIMIT_S[name], report)
+        failed = failed or bool(problem)
+        results[name] = f"{time.monotonic() - began:6.0f} s  {f'FAILED: {problem}' if problem else 'ok'}"
+    table = "\n".join(f"{name:12} {result}" for name, result in results.items())
+    print(f"\n{table}\n")
     if not sees_gpu:
         print("PyTorch sees no GPU here: what needs one was skipped")
-    destination.write_text(report(parts))
-    print(f"send back: {destination}")
-    if any(part.failed for part in parts):
-        return 1
-    return NO_TESTS if all(part.status == NO_TESTS for part in parts if not part.not_run) else 0
+    with report.open("a") as file:
+        file.write(f"\n{table}\n")
+    print(f"send back: {report}")
+    return int(failed)
 
 
 def why_no_engines() -> str:

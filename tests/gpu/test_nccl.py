@@ -72,5 +72,5 @@ def test_a_link_between_two_gpus_echoes_and_is_pinged(new_peer):
 
 @pytest.mark.parametrize("ending", [kill_the_peer_of_a_link, abort_a_link])
 def test_an_end_breaks_the_link_and_another_one_works(ending, new_peer):
-    """By the deadline at the latest, which is all that NCCL within a machine has."""
+    """It breaks by the deadline at the latest, which is all that NCCL within a machine has."""
     assert ending(new_peer)

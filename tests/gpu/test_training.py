@@ -47,7 +47,7 @@ def test_training_brings_a_drafter_nearer_to_its_target(device, dtype, draft_voc
 
 
 def answered(target, number):
-    """A greedy answer of 24 tokens."""
+    """Return a greedy answer of 24 tokens."""
     ids, top_ids, top_log_p = torch.tensor([number, 2 * number + 1, 7]), [], []
     for _ in range(24):
         logits = target(ids[None].to(target.device), use_cache=False).logits[0, -1].float().cpu()

@@ -22,7 +22,6 @@ from pathlib import Path
 import tests.support.devices.cpu_device  # noqa: F401 - registers its backend
 from outrider.cluster.link import Link, LinkError, host_link, join_link
 from outrider.cluster.link.codec import pack, unpack
-from outrider.cluster.link.frame import FrameKind
 
 VOCAB, K = 1000, 4
 DEADLINE_S = 2.0
@@ -33,23 +32,6 @@ AGES_S = 600.0
 
 HANG_S = 60.0
 """Only a guard against hanging; nothing here measures speed."""
-
-KIND_BYTE = 2
-
-
-class FlipBit:
-    """A wire that damages one byte of the first DATA frame."""
-
-    def __init__(self, wire, index):
-        self._wire, self._index = wire, index
-        self.recv, self.end = wire.recv, wire.end
-
-    def send(self, frame):
-        if frame[KIND_BYTE] == FrameKind.DATA and self._index is not None:
-            frame = bytearray(frame)
-            frame[self._index] ^= 1 << 7
-            self._index = None
-        self._wire.send(bytes(frame))
 
 
 def invite(epoch, verifier_id, **changes):
@@ -68,7 +50,7 @@ def invite(epoch, verifier_id, **changes):
 
 
 def connected(backend, **changes):
-    """Two wires of this process that are connected, the verifier's first. backend: as Wire.backend names it."""
+    """Return two wires of this process that are connected, the verifier's first. backend: as Wire.backend names it."""
     invitation, complete = invite(1, "test", backend=asked(backend), **changes)
     joined = queue.SimpleQueue()
     seen = invitation if backend != "tcp" else replace(invitation, local_addresses=None)
@@ -99,7 +81,7 @@ def peer_main():
     for line in sys.stdin:
         job = pickle.loads(base64.b64decode(line))
         invitation = job["invitation"]
-        wire = FlipBit(join_link(invitation, HANG_S), job["flip_byte"])
+        wire = join_link(invitation, HANG_S)
         link = make_link(wire, invitation.epoch, "peer", invitation.link_deadline_ms / 1000)
         echoed = 0
         while link.broken is None:
@@ -128,18 +110,12 @@ class Peer:
         self.links = []
         self.epoch = 0
 
-    def link(
-        self,
-        flip_byte=None,
-        deadline_s=AGES_S,
-        **options,
-    ):
+    def link(self, deadline_s=AGES_S, **options):
         self.epoch += 1
         changes = {"backend": asked(self.backend), "link_deadline_ms": deadline_s * 1000}
         invitation, complete = invite(self.epoch, "test", **changes)
         job = {
             "invitation": invitation if self.backend != "tcp" else replace(invitation, local_addresses=None),
-            "flip_byte": flip_byte,
         }
         self.process.stdin.write(base64.b64encode(pickle.dumps(job)) + b"\n")
         link = make_link(complete(60), self.epoch, f"link{self.epoch}", deadline_s, **options)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from openai import NotFoundError, OpenAI
 
-from outrider.deploy.client.sync_client import OutriderError
 from tests.support.cluster.serving import HANG_GUARD_S, drafted, num_accepted, num_draft_tokens
 from tests.support.models.plain_engine import greedy_tokens
 from tests.support.models.reference import GREEDY, Coupled
@@ -46,11 +45,6 @@ def reference(deployment, adapter):
 def check(deployment, answers, choice, label, batch=BATCH):
     for (prompt, adapter), answer in zip(batch, answers, strict=True):
         reference(deployment, adapter).check(prompt, answer.token_ids, label=f"{label}, {adapter}", choice=choice)
-
-
-def test_the_adapters_answer_differently(adapters):
-    for prompt in PROMPTS:
-        assert len({tuple(reference(adapters, name).greedy(prompt, NUM_TOKENS)) for name in WITH}) == len(WITH)
 
 
 def test_greedy_answers_are_plain_vllm_s(adapters):
@@ -97,22 +91,6 @@ def test_a_prompt_s_logprobs_are_those_of_its_adapter(adapters):
         found = [each.logprob for each in answer.prompt_logprobs[1:]]
         assert found == pytest.approx(expected.tolist(), abs=1e-3), name
     check(adapters, ask_all(adapters, GREEDY), GREEDY, "afterwards")
-
-
-def test_prefixes_are_cached_for_each_adapter_alone(adapters):
-    prompt = bytes(range(65, 90)) * 12
-    for name in WITH:
-        assert ask(adapters, prompt, name, GREEDY, max_tokens=2).usage.cached_tokens == 0
-    for name in WITH:
-        assert ask(adapters, prompt, name, GREEDY, max_tokens=2).usage.cached_tokens > 0
-
-
-def test_a_name_that_there_is_not_is_refused_by_both_apis(adapters):
-    with pytest.raises(OutriderError, match=r"adapter: is not known here; send one of \['far', 'near', 'own'\]"):
-        ask(adapters, b"a", "none", GREEDY)
-    answer = httpx.post(f"{adapters.http_url}/v1/completions", json={"model": "none", "prompt": "a"}, timeout=60)
-    assert answer.status_code == 404
-    assert "`none` does not exist" in answer.json()["error"]["message"]
 
 
 def test_over_openai_s_api(adapters):

@@ -1,18 +1,15 @@
-"""`outrider serve` and `outrider generate` as an operator runs them: one line, JSON, signals, wrong configurations."""
+"""Runs `outrider serve` as an operator does: one line, signals, wrong configurations."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,8 +18,7 @@ from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.processes import SHARED_MEMORY
 from tests.support.cluster.outrider_serve import ENDS_WITHIN_S, Served, command, outrider_serve, write_config
 from tests.support.cluster.processes import alive
-from tests.support.cluster.serving import HANG_GUARD_S, Models, engine, wait_until
-from tests.support.models.reference import Reference
+from tests.support.cluster.serving import HANG_GUARD_S, Models, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -46,53 +42,6 @@ def server(
 ) -> Iterator[Served]:
     with outrider_serve(models, tmp_path_factory.mktemp("serve"), speculation={"adaptive": False}) as served:
         yield served
-
-
-def generate(server: Served, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command("generate", "--address", server.grpc, *arguments),
-        capture_output=True, text=True, timeout=300, check=False, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-
-
-def test_generate_json_prints_one_object_with_every_documented_key(server: Served, models: Models) -> None:
-    done = generate(server, "--json", "--temperature", "0", "--max-tokens", "64", PROMPT)
-    assert (done.returncode, done.stderr) == (0, "")
-    answer = json.loads(done.stdout)
-    prompt = list(PROMPT.encode())
-    Reference(models.target).check(prompt, answer["token_ids"], label="outrider generate")
-    assert answer["text"] == bytes(answer["token_ids"]).decode()
-    assert (answer["finish_reason"], answer["stop_reason"]) == ("length", None)
-    assert answer["usage"] == {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": 64,
-        "total_tokens": len(prompt) + 64,
-        "cached_tokens": 0,
-    }
-    speculative = answer["metrics"]["speculative_decoding"]
-    assert speculative.keys() == {
-        "num_spec_steps",
-        "num_draft_tokens",
-        "num_accepted_draft_tokens",
-        "mean_acceptance_length",
-        "draft_acceptance_rate",
-        "acceptance_histogram",
-    }
-    assert speculative["num_spec_steps"] == sum(speculative["acceptance_histogram"]) > 0
-
-
-def test_generate_streams_text_to_stdout_and_statistics_to_stderr(server: Served) -> None:
-    done = generate(server, "--temperature", "0", "--max-tokens", "32", PROMPT)
-    assert done.returncode == 0
-    assert len(done.stdout) == 33, "32 one-byte tokens and the end of the line"
-    assert "tok/s" in done.stderr
-
-
-def test_a_bad_request_is_one_line(server: Served) -> None:
-    done = generate(server, "--temperature", "-1", PROMPT)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "sampling.temperature" in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 def test_it_outlives_serve_s_controller(server: Served) -> None:
@@ -138,20 +87,6 @@ def test_sigterm_ends_it_cleanly(server: Served, shared_memory_before: set[str])
     assert {name for name in left if pids & set(re.findall(r"\d+", name))} == set()
 
 
-def other_vocabulary(models: Models, directory: Path) -> Path:
-    copy = directory / "other-vocabulary"
-    shutil.copytree(models.drafter, copy)
-    document = json.loads((copy / "config.json").read_text())
-    document["vocab_size"] += 16
-    (copy / "config.json").write_text(json.dumps(document))
-    (copy / "tokenizer.json").unlink()  # which would say that it is padding
-    return copy
-
-
-def drafted_by(model: Path) -> dict[str, Any]:
-    return {"method": "draft_model", **engine(model)}
-
-
 def refused(path: Path, *arguments: str) -> str:
     """stderr of a server that must not start: exit code 1, one line, soon, no traceback, nothing on stdout."""
     started = time.monotonic()
@@ -173,23 +108,6 @@ def test_a_wrong_configuration_is_refused_at_once(models: Models, tmp_path: Path
     line = refused(write_config(tmp_path, models, target={"max_model_len": 4096}))
     assert "target.max_model_len: " in line
     assert "lower it" in line
-
-
-def test_a_drafter_of_another_vocabulary_is_refused(models: Models, tmp_path: Path) -> None:
-    drafter = drafted_by(other_vocabulary(models, tmp_path))
-    line = refused(write_config(tmp_path, models, drafter=drafter))
-    assert "drafter.model: " in line
-    assert "288" in line
-    assert "272" in line
-
-
-def test_a_port_in_use_is_refused(models: Models, tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = str(listener.getsockname()[1])
-        line = refused(write_config(tmp_path, models), "--grpc-port", port, "--http-port", "0")
-    assert f"serving.gateway.grpc_port: port {port} is in use" in line
 
 
 @pytest.mark.exhaustive  # tests/unit/test_cli.py has the line, test_sigterm_ends_it_cleanly what is left of a server

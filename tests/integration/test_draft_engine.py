@@ -24,7 +24,7 @@ def report(models, request):
 
 
 def rounds(drafter, **section):
-    """By sampling. section: what the engine's has besides."""
+    """Return what was drafted, by sampling. section: what the engine's has besides."""
     return script("tests/draft_engine_rounds.py", drafter, json.dumps(section))
 
 

@@ -128,24 +128,6 @@ def test_ranks_agree_on_every_drawn_token(deployment):
     assert deployment.reference.outside_top(prompt, answer.token_ids, 1), "nothing was drawn"
 
 
-RANKS = {
-    "both_tp2": {"Verifier": 0, "TargetRank-1": 0, "DrafterRank-0": 1, "DrafterRank-1": 1},
-    "target_tp2": {"Verifier": 0, "TargetRank-1": 0, "Drafter": 1},
-    "drafter_tp2": {"Verifier": 0, "DrafterRank-0": 1, "DrafterRank-1": 1},
-    "stages": {"TargetRank-0": 0, "TargetRank-1": 0, "Verifier": 0, "TargetRank-3": 0, "Drafter": 1},
-}
-"""The bundle of each rank, by deployment. The first rank of the target's last stage is the Verifier."""
-
-
-@pytest.mark.parametrize("deployment", RANKS, indirect=True)
-def test_ranks_of_a_model_share_a_bundle_and_are_processes_of_their_own(deployment):
-    actors, ranks = deployment.actors(), RANKS[deployment.name]
-    assert {name: actors[name].bundles for name in ranks} == {name: {bundle} for name, bundle in ranks.items()}
-    names = {*ranks, "Drafter", "Target", "Ingress"}
-    assert {name for name in actors if "Rank-" in name} == {name for name in ranks if "Rank-" in name}
-    assert len({actors[name].pid for name in names}) == len(names)
-
-
 @pytest.mark.parametrize("name", ["T=0.7, top_p=0.95"])
 def test_with_a_target_that_is_padded_further_than_its_drafter(wide_target, name):
     """Prompts and answers have ids that the drafter lacks; it drafts on, and never proposes one."""

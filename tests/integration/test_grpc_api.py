@@ -1,4 +1,4 @@
-"""The gRPC API on a real pair: where tokens come from, chats, tokens and text, aborts and deadlines."""
+"""Tests the gRPC API on a real pair: where tokens come from, aborts and deadlines."""
 
 import grpc
 import pytest
@@ -6,15 +6,13 @@ import pytest
 from outrider.deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
-from tests.support.cluster.serving import CHAT_TEMPLATE, HANG_GUARD_S, MAX_MODEL_LEN, wait_until, wait_until_idle
-from tests.support.models.tiny_models import EOS
+from tests.support.cluster.serving import HANG_GUARD_S, MAX_MODEL_LEN, wait_until, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(b"The quick brown fox jumps over the lazy dog. " * 3)
 ACCEPTED, RECOVERED = pb.TOKEN_ORIGIN_ACCEPTED, pb.TOKEN_ORIGIN_RECOVERED
 BONUS, PLAIN = pb.TOKEN_ORIGIN_BONUS, pb.TOKEN_ORIGIN_PLAIN
-SAID = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 
 
 @pytest.fixture
@@ -48,58 +46,9 @@ def test_origins_agree_with_what_was_counted(pair, sampling):
     assert sum(message.num_rounds for message in messages) <= len(origins)
 
 
-def test_a_whole_answer_has_them_too_each_answer_its_own(pair):
-    answer = pair.client.generate(PROMPT, n=3, temperature=0.9, seed=1, max_tokens=60, ignore_eos=True)
-    for completion in answer.completions:
-        assert len(completion.origins) == len(completion.token_ids)
-        check_origins(list(completion.origins), completion.metrics.speculative_decoding)
-
-
-def test_tokens_before_a_stop_keep_their_origins(pair):
-    whole = pair.client.generate(PROMPT, temperature=0.0, max_tokens=100)
-    stop = whole.text[40:43]
-    cut = pair.client.generate(PROMPT, temperature=0.0, max_tokens=100, stop=stop)
-    assert whole.text.startswith(cut.text)
-    check_origins(list(cut.completions[0].origins), cut.metrics.speculative_decoding)
-
-
 def test_without_drafts_every_token_is_plain(pair):
     answer = pair.client.generate(PROMPT, temperature=0.0, max_tokens=20, speculation=False)
     assert set(answer.completions[0].origins) == {PLAIN}
-
-
-def chat(**fields):
-    return pb.Chat(messages=[pb.ChatMessage(**message) for message in SAID], **fields)
-
-
-def rendered(pair, **settings):
-    """By the tokenizer alone."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(pair.config.target.model)
-    return tokenizer.apply_chat_template(
-        SAID, chat_template=CHAT_TEMPLATE, tokenize=True, return_dict=False, **settings
-    )
-
-
-def test_a_chat_is_what_the_tokenizers_own_template_makes_of_it(pair, stub):
-    expected = rendered(pair, add_generation_prompt=True)
-    found = stub.Tokenize(pb.TokenizeRequest(chat=chat(add_generation_prompt=True)))
-    assert list(found.token_ids) == expected
-    request = pb.GenerateRequest(chat=chat(add_generation_prompt=True))
-    request.sampling.temperature, request.sampling.max_tokens = 0.0, 16
-    answer = stub.Generate(request)
-    assert answer.usage.prompt_tokens == len(expected)
-    assert answer.token_ids == pair.client.generate(expected, temperature=0.0, max_tokens=16).token_ids
-
-
-def test_tokens_become_the_text_they_came_from(stub):
-    text = "Grüße, 世界!"
-    found = stub.Tokenize(pb.TokenizeRequest(text=text, return_token_strs=True))
-    assert (found.count, found.max_model_len) == (len(text.encode()), MAX_MODEL_LEN)
-    assert len(found.token_strs) == found.count
-    assert stub.Detokenize(pb.DetokenizeRequest(token_ids=found.token_ids)).text == text
-    assert stub.Detokenize(pb.DetokenizeRequest(token_ids=[72, EOS], skip_special_tokens=True)).text == "H"
 
 
 def test_an_abort_ends_a_stream_with_what_it_had(pair, stub):

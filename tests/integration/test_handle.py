@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -95,22 +94,3 @@ async def test_a_bad_request_is_refused_as_over_grpc(pair: Deployment, handle: O
     assert through_handle.code is grpc.StatusCode.INVALID_ARGUMENT
     assert through_handle.field == "sampling.temperature"
     assert through_handle.request_id == "bad"
-
-
-async def test_an_error_reaches_whoever_called_the_second_application(caller: DeploymentHandle) -> None:
-    with pytest.raises(OutriderError, match=r"sampling\.temperature"):
-        await caller.generate.remote(PROMPT, temperature=-1.0)
-
-
-async def test_everything_else_the_api_has(pair: Deployment, handle: OutriderHandle) -> None:
-    tokens = await handle.tokenize("Once upon a time")
-    assert (await handle.detokenize(tokens.token_ids, skip_special_tokens=True)).text == "Once upon a time"
-    assert (await handle.status()).model == pair.config.served_model_name
-    assert (await handle.model_info()).model == pair.config.served_model_name
-    assert await handle.healthy() is True
-    assert await handle.abort("nobody") is False
-
-
-async def test_a_handle_travels_to_other_processes(handle: OutriderHandle) -> None:
-    copy = pickle.loads(pickle.dumps(handle))
-    assert (await copy.generate(PROMPT, temperature=0.0, max_tokens=1)).usage.completion_tokens == 1

@@ -63,7 +63,7 @@ def learning(deployments: Deployments, kept: Path, tmp_path_factory: pytest.Temp
 
 
 def answers(learning: Deployment, **options: Any) -> list[pb.GenerateResponse]:
-    """To all prompts, each as the target alone would have answered."""
+    """Return answers to all prompts, each checked to be as the target alone would have answered."""
 
     def ask(prompt: list[int]) -> pb.GenerateResponse:
         return learning.client.generate(prompt, temperature=0.0, max_tokens=48, ignore_eos=True, **options)

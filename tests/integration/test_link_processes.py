@@ -51,7 +51,7 @@ def mortal_peer(request):
 
 @pytest.fixture(params=BACKENDS)
 def ends(request):
-    """Two wires that are connected, and a deadline that never comes."""
+    """Yield two wires that are connected, and a deadline that never comes."""
     here, there = connected(request.param)
     yield here, there
     here.end()
@@ -104,23 +104,6 @@ def test_echo_and_ping(peer, capsys):
         print(f" [{peer.backend}, round trip through two links, µs: {stats}]", end="")
     assert 0 < stats.min_us <= stats.median_us <= stats.max_us
     assert link.broken is None
-
-
-def test_close_reaches_the_peer_with_its_reason(peer):
-    link = peer.link()
-    echo(link, ROUND)
-    link.close("verifier leaves")
-    assert peer.report() == {"broken": "closed by peer: verifier leaves", "echoed": 1}
-
-
-def test_damaged_frame_is_never_delivered_and_a_new_epoch_works(peer):
-    """tests/unit/test_frame.py has what else may be damaged."""
-    link = peer.link(flip_byte=4)
-    link.post(pack(ROUND))
-    assert until_broken(link).startswith("bad frame: epoch")
-    assert link.poll(0) is None
-    assert peer.report()["broken"].startswith("connection lost")
-    echo(peer.link(), ROUND)
 
 
 def test_stopped_peer(mortal_peer):

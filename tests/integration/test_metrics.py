@@ -123,18 +123,6 @@ def test_they_agree_with_the_status(pair, before, moved):
     assert after.sum("outrider:replica_up") == 1
 
 
-def test_a_refused_request_counts_under_its_status(pair):
-    from outrider.deploy.client.sync_client import OutriderError
-
-    before = scrape(pair)
-    with pytest.raises(OutriderError):
-        pair.client.generate(PROMPT, temperature=-1.0)
-    refused = {"api": "grpc", "method": "Generate", "code": "INVALID_ARGUMENT"}
-    after = scrape(pair)
-    assert after.sum("outrider:requests_total", **refused) == before.sum("outrider:requests_total", **refused) + 1
-    assert after.sum("outrider:requests_in_flight", api="grpc") == 0
-
-
 def test_a_lost_drafter_is_told_and_its_link_made_anew_is_counted(ngram_pair):
     """Scrapes go on all the while."""
     before = scrape(ngram_pair)

@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.openai_calls import MESSAGES, MODEL, PROMPT, acceptance, chat, complete, num_draft_tokens
-from tests.support.cluster.serving import MAX_MODEL_LEN, K, drafted, wait_until
+from tests.integration.openai_calls import PROMPT, acceptance, chat, complete, num_draft_tokens
+from tests.support.cluster.serving import K, drafted, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -24,18 +24,11 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
-TOOL = {"type": "function", "function": {"name": "paint", "strict": True, "parameters": SCHEMA}}
-
 
 @pytest.fixture
 def client(pair):
     with openai.OpenAI(base_url=f"{pair.http_url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def test_models(client, pair):
-    [model] = client.models.list().data
-    assert (model.id, model.max_model_len) == (MODEL, MAX_MODEL_LEN)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "seeded"])
@@ -93,14 +86,6 @@ def test_logprobs(client, pair):
     assert completion.logprobs.token_logprobs == pytest.approx([e.logprob for e in choice.logprobs.content], abs=1e-3)
 
 
-def test_logprobs_of_named_tokens(client):
-    extra = {"logprob_token_ids": [65, 66], "return_tokens_as_token_ids": True}
-    for speculation in ({}, {"vllm_xargs": {"speculation.enabled": 0}}):
-        [choice] = chat(client, temperature=0, max_tokens=6, logprobs=True, extra={**extra, **speculation}).choices
-        for entry in choice.logprobs.content:
-            assert {"token_id:65", "token_id:66"} <= {top.token for top in entry.top_logprobs}
-
-
 def test_a_schema_is_kept_to(client):
     kept = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
     answer = chat(client, response_format=kept, logit_bias=NO_SPACE, seed=1, max_tokens=200)
@@ -109,12 +94,6 @@ def test_a_schema_is_kept_to(client):
     assert answer.choices[0].finish_reason == "stop"
     again = chat(client, response_format=kept, logit_bias=NO_SPACE, seed=1, max_tokens=200)
     assert again.choices[0].message.content == answer.choices[0].message.content
-
-
-def test_tools_that_need_not_be_called(client):
-    answer = chat(client, tools=[TOOL], temperature=0)
-    assert answer.choices[0].message.content
-    assert not answer.choices[0].message.tool_calls
 
 
 @pytest.mark.parametrize(
@@ -132,38 +111,14 @@ def test_speculation_of_a_request(client, pair, speculation, most):
     pair.reference.check(list(PROMPT.encode()), answer.choices[0].token_ids, label="over HTTP")
 
 
-def test_tokenize_and_back(pair):
-    tokens = httpx.post(f"{pair.http_url}/tokenize", json={"prompt": "né"}).json()
-    assert tokens == {"count": 3, "max_model_len": MAX_MODEL_LEN, "tokens": list("né".encode()), "token_strs": None}
-    assert httpx.post(f"{pair.http_url}/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "né"}
-    chat_tokens = httpx.post(f"{pair.http_url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
-    assert bytes(chat_tokens).decode() == CHAT_PROMPT
-
-
-def test_ids_come_back(client):
-    raw = client.completions.with_raw_response.create(
-        model=MODEL, prompt="a", max_tokens=1, extra_headers={"x-request-id": "mine-1"}
-    )
-    assert raw.headers["x-request-id"] == "mine-1"
-    assert raw.parse().id == "cmpl-mine-1"
-
-
 REFUSED = {
     "vLLM's own check": ({"top_p": 0.0}, "top_p"),
-    "a schema that does not compile": (
-        {"extra": {"structured_outputs": {"json": '{"type": "nothing"}'}}},
-        "structured_outputs.json",
-    ),
-    "an unknown way to verify": (
-        {"extra": {"vllm_xargs": {"speculation.verification": "best"}}},
-        "vllm_xargs.speculation.verification",
-    ),
     "more drafts than the deployment's": (
         {"extra": {"vllm_xargs": {"speculation.num_speculative_tokens": K + 1}}},
         "vllm_xargs.speculation.num_speculative_tokens",
     ),
 }
-"""By who finds it. The table is in tests/unit."""
+"""Bad requests by who finds them. The table is in tests/unit."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -173,17 +128,6 @@ def test_refused_with_a_status(client, name):
         complete(client, **changes)
     assert set(caught.value.body) >= {"message", "type", "param", "code"}
     assert caught.value.param == field
-
-
-def test_two_requests_of_one_id(client, pair):
-    """The second one is refused while the first runs, whether the id is in the body or a header."""
-    stream = complete(client, stream=True, max_tokens=900, extra={"request_id": "twice", "ignore_eos": True})
-    next(stream)
-    with pytest.raises(openai.ConflictError):
-        complete(client, max_tokens=1, extra={"request_id": "twice"})
-    assert pair.client.abort("twice")
-    assert list(stream)[-1].choices[0].finish_reason == "abort"
-    assert complete(client, max_tokens=1, extra={"request_id": "twice"}).id == "cmpl-twice"
 
 
 def test_garbage_in_the_body(pair):

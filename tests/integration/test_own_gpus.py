@@ -30,7 +30,7 @@ def cluster():
 
 
 def gpus_of(actor):
-    """What CUDA would show the actor, and what Ray has given it."""
+    """Return what CUDA would show the actor, and what Ray has given it."""
     return ray.get(
         actor.__ray_call__.remote(
             lambda _: (os.environ.get("CUDA_VISIBLE_DEVICES"), ",".join(map(str, ray.get_gpu_ids())))

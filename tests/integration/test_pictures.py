@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 import httpx
 import pytest
-from openai import OpenAI
 from transformers import LlavaConfig
 
 from outrider.actors.vllm_adapter.engine_args import target_vllm_config
@@ -30,7 +29,7 @@ LONG = "It was the best of times, it was the worst of times. " * 8
 
 
 def said(*parts, text=TEXT):
-    """One message: a text, and pictures by their URLs."""
+    """Return one message: a text, and pictures by their URLs."""
     shown = [{"type": "image_url", "image_url": {"url": url}} for url in parts]
     return [{"role": "user", "content": [{"type": "text", "text": text}, *shown]}]
 
@@ -143,38 +142,6 @@ def test_two_pictures_share_no_cache_and_one_finds_its_own(pictures):
     assert all(cached(url) > 0 for url in (first, second))
 
 
-def test_responses_show_what_chats_show(pictures):
-    for urls in ((RED,), (RED, BLUE)):
-        shown = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in urls]
-        message = {"role": "user", "content": [{"type": "input_text", "text": TEXT}, *shown]}
-        with OpenAI(base_url=f"{pictures.http_url}/v1", api_key="none") as client:
-            response = client.responses.create(
-                model=pictures.config.served_model_name, input=[message], max_output_tokens=NUM_TOKENS, temperature=0
-            )
-        chat = ask(pictures, said(*urls), ignore_eos=False, **GREEDY)
-        assert response.output_text == chat["choices"][0]["message"]["content"]
-    message["content"].append({"type": "input_image", "image_url": data_url(b"torn"), "detail": "auto"})
-    answer = post(pictures, {"input": [message]}, "/v1/responses")
-    assert answer.status_code == 400, answer.text
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"n": 2, "seed": 3, "temperature": 0.8},
-        {"response_format": {"type": "json_object"}},
-        {"speculation": {"verification": "block"}},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_else_a_request_may_ask_for(pictures, options):
-    """With drafts as without, where its tokens are no matter of chance."""
-    with_drafts, alone = (ask(pictures, said(RED), max_tokens=12, **{"temperature": 0, **options, **off})
-                          for off in ({}, OFF if "speculation" not in options else {}))  # fmt: skip
-    assert [each["token_ids"] for each in with_drafts["choices"]] == [each["token_ids"] for each in alone["choices"]]
-    assert len(alone["choices"]) == options.get("n", 1)
-
-
 def refused(deployment, messages, status=HTTPStatus.BAD_REQUEST, path="/v1/chat/completions"):
     """Returns what vLLM says; the engine goes on."""
     answer = post(deployment, {"messages": messages, "max_tokens": 2}, path)
@@ -196,14 +163,6 @@ WRONG = {  # what is 500 here is an error that vLLM has no status for
 def test_a_wrong_picture_is_refused(pictures, name):
     url, problem, status = WRONG[name]
     assert problem in refused(pictures, said(url), status)
-
-
-def test_what_else_is_refused(pictures):
-    assert "At most 2 image(s)" in refused(pictures, said(RED, RED, RED))
-    for kind in ("video_url", "audio_url"):
-        part = {"type": kind, kind: {"url": RED}}
-        refused(pictures, [{"role": "user", "content": [part]}])
-    refused(pictures, said(WRONG["a torn picture"][0]), path="/tokenize")
 
 
 @pytest.mark.exhaustive  # vLLM looks at three checkpoints

@@ -2,7 +2,7 @@
 speculation equals the one without (coupled and greedy), and shows the parameter's own effect.
 
 vllm#9834, #19482 and #42744 are about parameters that drafted tokens escaped. Every parameter by itself, on tensors, is
-in test_target_sampler.py.
+in unit/vllm_adapter/test_target_sampler.py.
 """
 
 import json
@@ -65,21 +65,8 @@ def on_and_off(pair):
 
 @pytest.fixture
 def free(pair):
-    """The answers without any further parameter: what a parameter has to change."""
+    """Return the answers without any further parameter: what a parameter has to change."""
     return {"sampled": list(ask(pair, **SAMPLED).token_ids), "greedy": list(ask(pair, **GREEDY).token_ids)}
-
-
-@pytest.mark.parametrize("only_the_likeliest", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
-def test_a_constraint_that_leaves_one_token_is_greedy(on_and_off, free, only_the_likeliest):
-    assert list(on_and_off(**SAMPLED, **only_the_likeliest).token_ids) == free["greedy"] != free["sampled"]
-
-
-@pytest.mark.parametrize("verification", ["rejection", "block"])
-@pytest.mark.parametrize("only_the_likeliest", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
-def test_it_is_greedy_under_rejection_too(pair, free, verification, only_the_likeliest):
-    how = {"temperature": 1.0, "verification": verification, **only_the_likeliest}
-    answer = drafted(lambda: ask(pair, **how), num_accepted)
-    assert list(answer.token_ids) == free["greedy"]
 
 
 @pytest.mark.parametrize("verification", ["rejection", pytest.param("block", marks=pytest.mark.exhaustive), "coupled"])
@@ -97,24 +84,6 @@ def test_no_token_comes_from_outside_the_constraint(pair, verification, constrai
         else:
             allowed = probs[token] > constraint["min_p"] * probs.max() - TIE
         assert allowed, f"token {position} is {token}, with probability {probs[token]:.3g}"
-
-
-@pytest.mark.parametrize("how", swept(SAMPLED, GREEDY, kept=SAMPLED), ids=["sampled", "greedy"])
-def test_logit_bias(on_and_off, free, how):
-    """vllm#42744."""
-    kind = "greedy" if how is GREEDY else "sampled"
-    forbidden = free[kind][3]
-    assert forbidden not in on_and_off(**how, logit_bias={forbidden: -100.0}).token_ids
-    assert set(on_and_off(**how, logit_bias={65: 100.0}).token_ids) == {65}
-    pushed = on_and_off(**how, logit_bias={65: 3.0, 66: 3.0})
-    assert free[kind].count(65) + free[kind].count(66) < sum(token in (65, 66) for token in pushed.token_ids)
-
-
-@pytest.mark.parametrize("how", swept(SAMPLED, GREEDY, kept=SAMPLED), ids=["sampled", "greedy"])
-def test_a_penalty(on_and_off, free, how):
-    answer = list(on_and_off(**how, repetition_penalty=5.0).token_ids)
-    unpenalised = free["greedy" if how is GREEDY else "sampled"]
-    assert len(set(answer)) > len(set(unpenalised)), "penalised answers repeat themselves less"
 
 
 @pytest.mark.parametrize("how", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
@@ -164,19 +133,6 @@ def test_prompt_logprobs(pair):
         raw = pair.reference.logits(PROMPT[:position]).log_softmax(-1)
         assert entries[position].token_id == PROMPT[position]
         assert entries[position].logprob == pytest.approx(float(raw[PROMPT[position]]), abs=1e-3)
-
-
-def test_requests_with_and_without_logprobs_share_a_batch(pair):
-    alone = list(ask(pair, **SAMPLED).token_ids)
-    with ThreadPoolExecutor(4) as pool:
-        asked = [{}, {"logprobs": 0}, {"logprobs": 5}, {"prompt_logprobs": 2}]
-        answers = [job.result() for job in [pool.submit(ask, pair, **SAMPLED, **options) for options in asked]]
-    for answer, width in zip(answers, (None, 0, 5, None), strict=True):
-        assert list(answer.token_ids) == alone
-        entries = answer.completions[0].logprobs
-        assert [entry.token_id for entry in entries] == ([] if width is None else alone)
-        assert all(len(entry.top) == width for entry in entries)
-    assert len(answers[3].prompt_logprobs) == len(PROMPT)
 
 
 def test_n_answers_are_those_of_the_seeds_that_follow(pair):
@@ -238,13 +194,6 @@ def test_a_grammar_cuts_drafts_and_changes_no_token(on_and_off, how, constraint)
     assert re.fullmatch(r'"?[a-e]{40}"?', answer.text)
     speculative = answer.metrics.speculative_decoding
     assert 0 < speculative.num_draft_tokens < K * (speculative.num_spec_steps - 1), "nothing was cut"
-
-
-def test_min_tokens_under_a_grammar(on_and_off):
-    """The grammar may end the text from the first letter on, min_tokens not before the tenth."""
-    answer = on_and_off(must_accept=False, **SAMPLED, regex=r"[a-e]{1,20}", min_tokens=10, ignore_eos=False)
-    assert re.fullmatch(r"[a-e]{1,20}", answer.text)
-    assert len(answer.token_ids) >= 10
 
 
 def test_everything_at_once(on_and_off):

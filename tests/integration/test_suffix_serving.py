@@ -3,8 +3,6 @@
 import pytest
 import ray
 
-from outrider.actors.drafter.suffix import AnswerPart
-from outrider.actors.drafter.suffix_pool import PoolMember, suffix_pool
 from outrider.cluster.placement import NAMESPACE
 from tests.support.cluster.serving import HANG_GUARD_S, wait_until
 
@@ -33,21 +31,3 @@ def test_what_one_replica_answers_every_drafter_learns(two_replicas):
 
     wait_until(all_know_as_much, HANG_GUARD_S, "both drafters knowing the same answers", every_s=0.5)
     assert pool_failures(two_replicas) == before
-
-
-def test_a_pool_that_dies_is_made_anew_by_who_misses_it(two_replicas):
-    """The real actor, killed."""
-    from array import array
-
-    learnt = []
-    part = AnswerPart(("one", 1), array("i"), array("i", range(8)))
-    one = PoolMember("one", suffix_pool("pool-test", 1024), lambda: [part], list)
-    two = PoolMember("two", suffix_pool("pool-test", 1024), list, learnt.extend)
-    one.exchange()
-    two.exchange()
-    assert learnt == [part]
-    ray.kill(ray.get_actor("SuffixPool:pool-test", namespace=NAMESPACE))
-    wait_until(lambda: two.exchange() or two.failures, HANG_GUARD_S, "a call that fails")
-    wait_until(lambda: (one.exchange(), two.exchange(), len(learnt) > 1)[-1], HANG_GUARD_S, "a pool that works again")
-    assert one.failures + two.failures >= 1
-    ray.kill(ray.get_actor("SuffixPool:pool-test", namespace=NAMESPACE))

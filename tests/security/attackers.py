@@ -1,8 +1,7 @@
-"""Makes bytes that attackers send, and callers of either API at their own address. `tests.bench.soak` uses it too."""
+"""Makes bytes that attackers send, and callers of either API at their own address."""
 
 from __future__ import annotations
 
-import select
 import socket
 import ssl
 import threading
@@ -51,7 +50,7 @@ def request(path: bytes, *fields: tuple[bytes, bytes], method: str = "POST", str
 
 
 def call(path: bytes, *fields: tuple[bytes, bytes], stream: int = 1) -> bytes:
-    """The headers of a gRPC call."""
+    """Return the headers of a gRPC call."""
     return request(path, (b"content-type", b"application/grpc"), (b"te", b"trailers"), *fields, stream=stream)
 
 
@@ -92,40 +91,6 @@ def exchange(port: int, sent: bytes, source: str = HERE, until: bytes | None = N
             got += part
         return got
     return b""
-
-
-class Drip:
-    """Connections that send their opening at once and then a byte each now and then, until the server closes them.
-
-    It reads nothing but the end, when there is one.
-    """
-
-    def __init__(self, port: int, opening: bytes, byte: bytes, number: int, source: str = ELSEWHERE) -> None:
-        self._byte = byte
-        self.left = [connect(port, source) for _ in range(number)]
-        for connection in self.left:
-            connection.sendall(opening)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while self.left and not self._stop.wait(0.1):
-            readable, _, _ = select.select(self.left, [], [], 0)
-            for connection in list(self.left):
-                try:
-                    if connection in readable and not connection.recv(65536):
-                        raise ConnectionError
-                    connection.sendall(self._byte)
-                except OSError:
-                    connection.close()
-                    self.left.remove(connection)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        for connection in self.left:
-            connection.close()
 
 
 class Relay:
@@ -234,7 +199,7 @@ def generation(
 
 
 def code_of(ask: Any) -> str:
-    """The name of the status with which a gRPC call ends."""
+    """Return the name of the status with which a gRPC call ends."""
     try:
         ask()
     except grpc.RpcError as error:

@@ -1,22 +1,19 @@
-"""Attacks by what valid requests say: schemas, nesting, floods of answers, status pollers; and what logs tell."""
+"""Attacks by what valid requests say: schemas, nesting, floods of answers; and tests what logs tell."""
 
 from __future__ import annotations
 
 import json
 import secrets
-import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import ray
 
 from outrider.v1 import generation_pb2 as pb
 from tests.security import attackers as raw
-from tests.security.attackers import ELSEWHERE, GUARD_S, PROMPT, Caller, code_of, wait_for
+from tests.security.attackers import ELSEWHERE, GUARD_S, PROMPT, code_of, wait_for
 from tests.security.conftest import Victim
 from tests.support.load.traffic import Traffic
 from tests.support.models.reference import GREEDY
@@ -116,39 +113,6 @@ def test_floods_of_answers_leave_room_for_others(victim: Victim) -> None:
         assert victim.deployment.status().target.waiting >= 2 * 64, "they were served in order of arrival"
         for call in calls:
             call.cancel()
-
-
-def test_400_status_pollers_beside_a_generation(victim: Victim) -> None:
-    """Between two messages of the generation, fewer polls are answered than there are pollers."""
-    gateway = victim.gateway(max_connections_per_address=1000)
-    callers = [victim.caller(gateway, source=ELSEWHERE) for _ in range(8)]
-    answered: Counter[Any] = Counter()
-    stop = threading.Event()
-
-    def poll(caller: Caller, over_grpc: bool) -> None:
-        while not stop.is_set():
-            if over_grpc:
-                answered[
-                    code_of(lambda: caller.stub.GetServerStatus(pb.GetServerStatusRequest(), timeout=GUARD_S))
-                ] += 1
-                continue
-            try:
-                answered[caller.http.get("/outrider/v1/status").status_code] += 1
-            except httpx.PoolTimeout:
-                answered["waits for a connection"] += 1
-
-    with ThreadPoolExecutor(400) as pool:
-        for number in range(400):
-            pool.submit(poll, callers[number % 8], number % 2 == 0)
-        wait_for(lambda: answered["OK"] and answered[200], "both kinds are answered")
-        seen, between = answered.total(), list[int]()
-        for _ in victim.caller(gateway).stream(max_tokens=400, ignore_eos=True):
-            between.append(answered.total() - seen)
-            seen = answered.total()
-        stop.set()
-    print(dict(answered), max(between), len(between))
-    assert set(answered) <= {"OK", "UNAVAILABLE", 200, 503, "waits for a connection"}
-    assert max(between) < 400
 
 
 @pytest.mark.exhaustive

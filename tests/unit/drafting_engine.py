@@ -19,7 +19,7 @@ def drawn_token(tokens, round_start=0, rank=0):
 
 
 def continuation(tokens, count, samples_q=False):
-    """The drafts of the round that starts after `tokens`."""
+    """Return the drafts of the round that starts after `tokens`."""
     text = list(tokens)
     for _ in range(count):
         text.append(drawn_token(text, len(tokens) if samples_q else 0))

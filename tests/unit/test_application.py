@@ -14,7 +14,7 @@ DRAIN_S = 77.0
 
 
 def built(**serving: Any) -> dict[str, Any]:
-    """By name: the deployments of an application, as Serve would get them."""
+    """Return the deployments of an application by name, as Serve would get them."""
     return bound({"method": "ngram"}, **serving)
 
 
@@ -24,7 +24,7 @@ def deployments() -> dict[str, Any]:
 
 
 def bound(drafter: dict[str, Any], target: dict[str, Any] | None = None, **serving: Any) -> dict[str, Any]:
-    """By name: what is bound for such a drafter."""
+    """Return what is bound for such a drafter, by name."""
     config = parse_config({"target": target or {"model": "t"}, "drafter": drafter, "serving": serving})
     ingress = build_app(config, plan_replica(config))._bound_deployment
     found = [*ingress.init_args, *ingress.init_kwargs.values()]

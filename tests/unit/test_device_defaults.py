@@ -13,14 +13,6 @@ from outrider.cluster.placement import placement_of
 from outrider.deploy.app import ReplicaPlan, build_app
 
 DRAFT_MODEL = {"method": "draft_model", "model": "d"}
-ON_GPU = {
-    "target.max_num_seqs": 128,
-    "serving.max_ongoing_requests": 256,
-    "drafter.max_num_seqs": 128,
-    "drafter.prefill_chunk_tokens": 1024,
-    "drafter.draft_vocab_size": 0,
-    "link.round_deadline_steps": 2.0,
-}
 WRITTEN = {
     "target.max_num_seqs": 16,
     "serving.max_ongoing_requests": 64,
@@ -37,7 +29,7 @@ def config(*, drafter: dict[str, Any] | None = None, **sections: Any) -> Outride
     return parse_config({"target": target, "drafter": drafter, **sections})
 
 
-def values(config: OutriderConfig, fields: Any = ON_GPU) -> dict[str, Any]:
+def values(config: OutriderConfig, fields: Any = WRITTEN) -> dict[str, Any]:
     found = {}
     for field in fields:
         section, _, key = field.partition(".")
@@ -51,10 +43,6 @@ def written() -> OutriderConfig:
         section, _, key = field.partition(".")
         tree.setdefault(section, {})[key] = value
     return parse_config(tree)
-
-
-def test_a_gpu_gets_its_own():
-    assert values(with_device_defaults(config(drafter=DRAFT_MODEL), gpu=True)) == ON_GPU
 
 
 def test_a_cpu_keeps_what_it_had():

@@ -17,7 +17,7 @@ TESTS = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 def is_key(kind: typing.Any, path: list[str]) -> bool:
-    """Whether path leads to a field from a model, from one of a union, or into a plain mapping or list."""
+    """Return whether path leads to a field from a model, from one of a union, or into a plain mapping or list."""
     if not path or kind in (dict, list, tuple) or typing.get_origin(kind) in (dict, list, tuple):
         return True
     if isinstance(kind, type) and issubclass(kind, BaseModel):

@@ -17,7 +17,7 @@ def assigned(members, verifier, now=0.0):
 
 @pytest.fixture
 def two():
-    """Two replicas with a drafter each."""
+    """Return two replicas with a drafter each."""
     members = DrafterRegistry()
     members.renew(Member("r1", "D1"), 10, now=0)
     members.renew(Member("r2", "D2"), 10, now=0)
@@ -236,7 +236,7 @@ def test_a_report_that_was_lost_is_made_good_by_what_is_asked_next():
 
 
 def test_what_targets_do_is_known_though_their_drafter_is_not():
-    """Of a registry that was made anew, and of a pool's replica whose lease is over: its drafter drafts on."""
+    """A registry was made anew, and the lease of a pool's replica is over: its drafter drafts on."""
     members = pool("D1")
     members.renew(Member("r0"), 10, now=0)
     busy = Work(3, 60.0, 40.0)

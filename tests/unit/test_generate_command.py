@@ -5,22 +5,18 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
 from outrider.deploy.cli import generate
 from outrider.v1 import generation_pb2 as pb
-from outrider.v1 import generation_pb2_grpc as rpc
+from tests.unit.scripted_service import HANG_GUARD_S, ScriptedService, serving
 
-HANG_GUARD_S = 30.0
 USAGE = pb.Usage(prompt_tokens=3, completion_tokens=4, total_tokens=7, cached_tokens=1)
 METRICS = pb.GenerationMetrics(
     speculative_decoding=pb.SpeculativeDecodingMetrics(
@@ -35,27 +31,11 @@ METRICS = pb.GenerationMetrics(
 )
 
 
-class ScriptedService(rpc.GenerationServiceServicer):
-    def __init__(self) -> None:
-        self.requests: list[pb.GenerateRequest | pb.GenerateStreamRequest] = []
-        self.cancelled = threading.Event()
-
+class Answering(ScriptedService):
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
-        self.requests.append(request)
+        self._note(request, context)
         if request.text == "bad":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature: -1.0 is out of range;\nsend more")
-        if request.text == "two":
-            own = pb.TokenLogprobs(
-                token_id=5, logprob=-0.5, rank=1, top=[pb.TokenLogprob(token_id=6, logprob=-math.inf)]
-            )
-            first = pb.Completion(text="a", token_ids=[5], finish_reason=pb.FINISH_REASON_LENGTH, logprobs=[own])
-            second = pb.Completion(text="b", token_ids=[6], finish_reason=pb.FINISH_REASON_STOP, stop_reason="END")
-            return pb.GenerateResponse(
-                request_id="r-3",
-                completions=[first, second],
-                prompt_logprobs=[pb.TokenLogprobs(), own],
-                usage=pb.Usage(completion_tokens=7),
-            )
         return pb.GenerateResponse(
             request_id="r-1", text="grüße", token_ids=[5, 6, 7, 8], finish_reason=pb.FINISH_REASON_STOP,
             stop_reason="END", usage=USAGE, metrics=METRICS,
@@ -64,11 +44,10 @@ class ScriptedService(rpc.GenerationServiceServicer):
     def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateStreamResponse]:
-        self.requests.append(request)
-        context.add_callback(self.cancelled.set)
+        over = self._note(request, context)
         yield pb.GenerateStreamResponse(text_delta="grü", token_ids=[5, 6])
         if request.text == "hang":
-            self.cancelled.wait(HANG_GUARD_S)
+            over.wait(HANG_GUARD_S)
         yield pb.GenerateStreamResponse(
             text_delta="ße", token_ids=[7, 8], finish_reason=pb.FINISH_REASON_LENGTH, usage=USAGE, metrics=METRICS
         )
@@ -76,17 +55,13 @@ class ScriptedService(rpc.GenerationServiceServicer):
 
 @pytest.fixture
 def service() -> ScriptedService:
-    return ScriptedService()
+    return Answering()
 
 
 @pytest.fixture
 def address(service: ScriptedService) -> Iterator[str]:
-    server = grpc.server(ThreadPoolExecutor(4))
-    rpc.add_GenerationServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None).wait()
+    with serving(service) as address:
+        yield address
 
 
 def outrider_generate(*arguments: str) -> int:

@@ -110,12 +110,6 @@ def test_a_borrowed_drafter_is_left_when_its_own_is_back(keeper):
     assert keeper.status()["drafter"] == "D1"
 
 
-def test_at_home_nobody_looks(keeper):
-    keeper.next_link()
-    assert not keeper.looked.acquire(timeout=0.1)
-    assert keeper.links.empty()
-
-
 def test_a_drafter_that_is_about_to_go_is_left_without_a_while(prepared, monkeypatch):
     monkeypatch.setattr(FailbackPolicy, "FIRST_S", 1e6)
     prepared._homing = FailbackPolicy()
@@ -157,7 +151,7 @@ def test_a_drafter_that_is_silent_on_two_links_is_restarted(keeper):
 
 
 def silent_links(deadline_s, *heard):
-    """The number of the link after which the drafter is restarted; None: it is not."""
+    """Return the number of the link after which the drafter is restarted; None: it is not."""
     links = StuckDrafterDetector(deadline_s)
     return next((number for number, one in enumerate(heard, 1) if links.ended("D1", f"{HANG}: no answer", one)), None)
 

@@ -1,4 +1,4 @@
-"""From names and options to a configuration, and what a checkpoint's own files rule out."""
+"""Tests the way from names and options to a configuration, and what a checkpoint's own files rule out."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.actors.verification.noise import gumbel
-from tests.support.models.reference import GREEDY, Coupled, Reference
+from tests.support.models.reference import Reference
 
 V = 6
 
@@ -71,26 +70,3 @@ def test_what_follows_a_tie_is_compared_too(reference: Reference, position: int)
 def test_an_answer_of_another_length_is_wrong(reference: Reference, answer: list[int]) -> None:
     with pytest.raises(AssertionError, match="tokens, not 8"):
         reference.check([0], answer, RIGHT)
-
-
-def test_noise_decides_ties_of_coupled_answers_and_top_p_keeps_tokens_out(reference: Reference) -> None:
-    choice = Coupled(seed=3)
-    noisy = (TableModel.rows[0].double() + gumbel(torch.full((V,), 3), torch.ones(V).long(), torch.arange(V))).argmax()
-    assert reference.answer([0], 1, choice) == [int(noisy)]
-    reference.check([0], reference.answer([0], 20, choice), choice=choice)
-    assert reference.ties == []
-    # Row 1: three tokens near 0.29 each. The third begins at about 0.58: inside 0.6, outside 0.5.
-    for top_p, kept in ((0.6, {2, 4, 5}), (0.5, {2, 4}), (1e-6, {2})):
-        drawn = {reference.answer([1], 1, Coupled(seed=seed, top_p=top_p))[0] for seed in range(60)}
-        assert drawn == kept
-
-
-def test_a_token_where_top_p_ends_may_be_in_or_out(reference: Reference) -> None:
-    before_third = float(GREEDY.scores(TableModel.rows[1], 1).double().softmax(-1)[[2, 4]].sum())
-    seed = next(s for s in range(99) if reference.answer([1], 1, Coupled(s, top_p=before_third + 1e-3)) == [5])
-    edge = Coupled(seed, top_p=before_third)
-    assert reference.answer([1], 1, edge) != [5]
-    assert set(reference.tied([1], edge)) == {5, *reference.answer([1], 1, edge)}
-    reference.check([1], [5], choice=edge)
-    with pytest.raises(AssertionError):
-        reference.check([1], [5], choice=Coupled(seed, top_p=before_third - 1e-3))

@@ -14,7 +14,7 @@ from outrider.deploy.processes import SHARED_MEMORY, remove_shared_memory
 
 @pytest.fixture
 def ended() -> int:
-    """The number of a process that has ended."""
+    """Return the number of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid

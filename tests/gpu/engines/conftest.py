@@ -16,16 +16,13 @@ from outrider.cluster.installed import installed_version
 # workers inherit it: it is set before Ray starts.
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
-LAST = "test_gpu_step_times"
-"""The file that measures, and asserts nothing of what it measures."""
-
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpus(number): needs so many GPUs, and vLLM's GPU build")
 
 
 def missing(number):
-    """What keeps a test for so many GPUs from running here; None: nothing."""
+    """Return what keeps a test for so many GPUs from running here; None: nothing."""
     if not (installed_version("vllm") and find_spec("vllm")):
         return "vLLM's GPU build is not installed"
     if not find_spec("ray"):
@@ -39,12 +36,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if (mark := item.get_closest_marker("gpus")) is not None and (reason := missing(*mark.args)) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
-    items.sort(key=lambda item: item.path.stem == LAST)
 
 
 @pytest.fixture(scope="session")
 def added(deployments):
-    """A deployment by its name, sections given."""
+    """Return a deployment by its name, sections given."""
 
     def use(name, **sections):
         deployments.add(name, sections)

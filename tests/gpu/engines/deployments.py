@@ -16,7 +16,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "fp8": {"engine_args": {"quantization": "fp8"}, "dtype": "bfloat16"},
     "tp2": {"tensor_parallel_size": 2},
 }
-"""By kind of draft model: what its section has besides."""
+"""What a draft model's section has besides, by its kind."""
 
 
 def target_and_lookup(models: Models, method: str) -> dict[str, Any]:
@@ -25,12 +25,12 @@ def target_and_lookup(models: Models, method: str) -> dict[str, Any]:
 
 
 def pair_over(models: Models, backend: str) -> dict[str, Any]:
-    """A pair whose link has that backend."""
+    """Return a pair whose link has that backend."""
     return {**_pair(models), "link": {**DEADLINES, "backend": backend}}
 
 
 def pair_with_graphs(models: Models, target_eager: bool, drafter_eager: bool) -> dict[str, Any]:
-    """A pair of which either side replays CUDA graphs unless it is eager."""
+    """Return a pair of which either side replays CUDA graphs unless it is eager."""
     pair = _pair(models)
     return {
         **pair,
@@ -44,26 +44,11 @@ def _eager(section: dict[str, Any], eager: bool) -> dict[str, Any]:
 
 
 def pair_of_kind(kind: str, target: Path | str, drafter: Path | str, num_speculative_tokens: int) -> dict[str, Any]:
-    """A pair whose draft model is of a kind of SIDES."""
+    """Return a pair whose draft model is of a kind of SIDES."""
     side = {"dtype": "float32", **SIDES[kind]}
     return {
         "target": engine(Path(target), dtype=side["dtype"], engine_args={"enable_prefix_caching": False}),
         "drafter": {"method": "draft_model", **engine(Path(drafter), **side)},
-        "speculation": {"num_speculative_tokens": num_speculative_tokens, "adaptive": False},
-        "link": PATIENT,
-    }
-
-
-def measured_pair(
-    target: Path | str, drafter: Path | str, num_speculative_tokens: int, tensor_parallel_size: int
-) -> dict[str, Any]:
-    """A pair that tells which CUDA graphs its target replays. The KV cache takes what memory is left."""
-    common = {"dtype": "bfloat16", "kv_cache_memory_bytes": None}
-    most = {"gpu_memory_utilization": 0.85}
-    counted = {**most, "cudagraph_metrics": True}
-    return {
-        "target": engine(Path(target), tensor_parallel_size=tensor_parallel_size, **common, engine_args=counted),
-        "drafter": {"method": "draft_model", **engine(Path(drafter), **common, engine_args=most)},
         "speculation": {"num_speculative_tokens": num_speculative_tokens, "adaptive": False},
         "link": PATIENT,
     }

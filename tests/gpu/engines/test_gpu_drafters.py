@@ -13,7 +13,7 @@ pytest.importorskip("ray")
 pytest.importorskip("grpc")
 
 from tests.gpu.engines.deployments import SIDES, pair_of_kind
-from tests.integration.test_co_located import K, run
+from tests.support.models.plain_engine import drafted_and_accepted
 from tests.support.models.tiny_kinds import build_tiny_mla, build_tiny_moe
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(2)]
@@ -24,9 +24,9 @@ PROMPTS = [
     b"Sharded heads see halves. " * 3,
     b"The end of it",
 ]
-NUM_TOKENS = 128
+NUM_TOKENS, K = 128, 3
 TOLERANCE = 0.1
-"""Of a share of accepted drafts: a round that ends late is drafted for again, by either side, elsewhere in the text."""
+"""How far a share of accepted drafts may be off: late rounds are drafted for again, by either side, elsewhere."""
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,12 @@ def test_acceptance_is_that_of_vllm_s_own_drafting(pairs, added, kind):
         counted = answer.metrics.speculative_decoding
         drafted, accepted = drafted + counted.num_draft_tokens, accepted + counted.num_accepted_draft_tokens
     assert drafted > 0
-    own = {"placement": "co_located", "method": "draft_model", "model": str(drafter), "num_speculative_tokens": K}
+    arguments = {**sections["target"], **sections["target"]["engine_args"]}
+    for name in ("model", "engine_args"):
+        del arguments[name]
+    own = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": K}
     own |= SIDES[kind].get("engine_args", {})
-    config = {"target": sections["target"], "drafter": own}
-    job = {"name": kind, "config": config, "prompts": [list(prompt) for prompt in PROMPTS]}
-    (vllm,) = run([job], NUM_TOKENS)
-    assert "error" not in vllm, vllm
-    ours, theirs = accepted / drafted, vllm["accepted"] / vllm["drafted"]
-    print(f"{kind}: {ours:.3f} of {drafted} drafts accepted, in process {theirs:.3f} of {vllm['drafted']}")
+    of_vllm, accepted_by_vllm = drafted_and_accepted(target, PROMPTS, NUM_TOKENS, **arguments, speculative_config=own)
+    ours, theirs = accepted / drafted, accepted_by_vllm / of_vllm
+    print(f"{kind}: {ours:.3f} of {drafted} drafts accepted, in process {theirs:.3f} of {of_vllm}")
     assert ours == pytest.approx(theirs, abs=TOLERANCE)

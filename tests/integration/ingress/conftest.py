@@ -35,7 +35,7 @@ def address(meeting_point: Path, deployments: Deployments) -> Iterator[str]:
 
 
 def owners() -> Authenticator:
-    """What the ingress behind the tests' gateway checks."""
+    """Return what the ingress behind the tests' gateway checks."""
     return Authenticator(token=os.environ[TOKEN_VARIABLE])
 
 

@@ -4,7 +4,6 @@ one of its slots."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -17,10 +16,8 @@ from outrider.actors.replica_calls import (
     GenerationRequest,
     ModelInfo,
     ReplicaReply,
-    RequestError,
     RequestTiming,
     RoundOutput,
-    SamplingFailed,
     SpeculativeDecodingMetrics,
     TokenizeRequest,
     TokenLogprob,
@@ -44,10 +41,6 @@ def stand_in_target(meeting_point: str) -> serve.Application:
 
         async def generate(self, request: GenerationRequest) -> AsyncIterator[RoundOutput]:
             script = request.prompt_text
-            if script == "refuse":
-                raise RequestError("text", "300 tokens are over max_model_len (256)", "shorten the prompt")
-            if script == "explode":
-                raise ValueError("a secret of the inside")
             if script == "miss the deadline":
                 raise TimeoutError
             if script == "die":
@@ -63,9 +56,6 @@ def stand_in_target(meeting_point: str) -> serve.Application:
                     yield {1: last, 2: replace(last, index=2)}.get(script_ends, last)
                 yield RoundOutput("d", (), "length", usage=Usage(5, 1, 1), index=1)
                 return
-            if script == "no token":
-                yield RoundOutput("one ", (1,))
-                raise SamplingFailed(request.request_id)
             if script == "new reason":
                 yield RoundOutput("one", (1,), "repetition", usage=Usage(5, 1))
                 return
@@ -95,16 +85,8 @@ def stand_in_target(meeting_point: str) -> serve.Application:
                 timing=RequestTiming(0.5, 0.25, 2.0, 3.0),
             )
 
-        async def status(self) -> dict[str, Any]:
-            return json.loads((self._at / "status.json").read_text())
-
         async def tokenize(self, request: TokenizeRequest) -> Tokens:
-            if request.chat is not None:
-                raise RequestError("chat", "the model has no chat template", "send text")
             return Tokens(tuple((request.text or "").encode()), 256, ("a",) if request.return_token_strs else ())
-
-        async def detokenize(self, token_ids: tuple[int, ...], skip_special_tokens: bool) -> str:
-            return bytes(token_ids).decode() + "!" * (not skip_special_tokens)
 
         async def model_info(self) -> ModelInfo:
             return ModelInfo(

@@ -1,8 +1,7 @@
-"""Everything else that is served over gRPC: status, health, reflection, tokens, and what is served by what."""
+"""Tests what else is served over gRPC: health, reflection, and what is served by what."""
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -18,45 +17,13 @@ from outrider.cluster.link.frame import PROTOCOL_VERSION
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
-from tests.integration.ingress.calls import failure, wait_for
+from tests.integration.ingress.calls import wait_for
 from tests.integration.ingress.stand_in_target import HANG_GUARD_S, K
-
-STATUS = {
-    "methods": ["ngram"],
-    "speculation_up": True,
-    "num_speculative_tokens": K,
-    "link": {
-        "state": "LINK_STATE_UP",
-        "epoch": 2,
-        "reconnects": 1,
-        "drafter": "Drafter-0",
-        "rtt_us": 106.5,
-        "backend": "ipc",
-    },
-    "rounds": {"rounds": 10, "drafted": 30, "accepted": 15, "median": {"period_ms": 12.5, "samples": 10}},
-    "target": {"running": 1, "waiting": 0, "kv_cache_usage": 0.25},
-}
 
 pytestmark = pytest.mark.timeout(600)
 
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def test_the_status_of_the_target_is_passed_on(client: OutriderClient, meeting_point: Path) -> None:
-    (meeting_point / "status.json").write_text(json.dumps(STATUS))
-    status = client.status()
-    assert (status.model, list(status.methods), status.speculation_up) == ("pair", ["ngram"], True)
-    assert (status.link.state, status.link.epoch, status.link.rtt_us) == (pb.LINK_STATE_UP, 2, 106.5)
-    assert status.link.backend == "ipc"
-    assert (status.rounds.accepted, status.rounds.median.period_ms) == (15, 12.5)
-    assert status.target.kv_cache_usage == 0.25
-    assert not status.HasField("drafter")
-
-
-def test_a_status_with_a_wrong_name_is_an_error_not_a_gap(client: OutriderClient, meeting_point: Path) -> None:
-    (meeting_point / "status.json").write_text(json.dumps({"link": {"epok": 1}}))
-    assert failure(client.status).code is grpc.StatusCode.INTERNAL
 
 
 def test_reflection_is_enough_to_call_without_stubs(address: str) -> None:
@@ -112,25 +79,6 @@ def test_health_is_that_of_the_target(address: str, meeting_point: Path) -> None
         unknown = health.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=HANG_GUARD_S)
         assert next(unknown).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         unknown.cancel()
-
-
-def test_tokens_and_text_are_asked_of_the_target(address: str) -> None:
-    with grpc.insecure_channel(address) as channel:
-        stub = rpc.GenerationServiceStub(channel)
-        found = stub.Tokenize(pb.TokenizeRequest(text="hi", return_token_strs=True))
-        assert (list(found.token_ids), found.count, found.max_model_len) == ([104, 105], 2, 256)
-        assert list(found.token_strs) == ["a"]
-        assert stub.Detokenize(pb.DetokenizeRequest(token_ids=[72, 73])).text == "HI!"
-        assert stub.Detokenize(pb.DetokenizeRequest(token_ids=[72, 73], skip_special_tokens=True)).text == "HI"
-        for ask, request, field in (
-            (stub.Tokenize, pb.TokenizeRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")])), "chat"),
-            (stub.Tokenize, pb.TokenizeRequest(), "prompt"),
-            (stub.Tokenize, pb.TokenizeRequest(model="another", text="a"), "model"),
-        ):
-            with pytest.raises(grpc.RpcError) as caught:
-                ask(request)
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert caught.value.details().startswith(f"{field}: ")
 
 
 def test_what_is_served_and_by_what(address: str) -> None:

@@ -28,7 +28,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 @pytest.fixture
 def second(address: str, meeting_point: Path) -> Iterator[OutriderClient]:
-    """A client of an application of its own."""
+    """Yield a client of an application of its own."""
     front = serve.deployment(
         Ingress, name="Ingress", max_ongoing_requests=100,
         graceful_shutdown_timeout_s=HANG_GUARD_S, graceful_shutdown_wait_loop_s=0.1,

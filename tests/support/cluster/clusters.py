@@ -11,7 +11,6 @@ import ray
 from ray import serve
 from ray._common.utils import reset_ray_address
 from ray._private.utils import read_ray_address
-from ray.cluster_utils import Cluster
 
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.placement import NAMESPACE
@@ -23,13 +22,28 @@ from tests.support.models.reference import Reference
 
 
 @contextmanager
-def served_on(cluster: Cluster, config: OutriderConfig, models: Models) -> Iterator[Deployment]:
-    """Send the application, which may wait for nodes yet. The cluster ends with the block."""
+def served_on(
+    cluster: Any,
+    config: OutriderConfig,
+    models: Models,
+    proxy_location: str = "HeadOnly",
+    ingress_options: dict[str, Any] | None = None,
+    node_ip: str | None = None,
+) -> Iterator[Deployment]:
+    """Send the application, which may wait for nodes yet. The cluster ends with the block.
+
+    cluster: Ray's own, or one of a test's. ingress_options: of the ingress' actor. node_ip: of the node here, where it
+    is not the head.
+    """
     try:
-        ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
-        serve.start(proxy_location="HeadOnly", **proxy_options(config.serving))
+        ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=node_ip)
+        serve.start(proxy_location=proxy_location, **proxy_options(config.serving))
         plan = plan_replica(config)
-        built = serve.RunTarget(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
+        application = build_app(config, plan)
+        if ingress_options is not None:
+            ingress = application._bound_deployment.options(ray_actor_options=ingress_options)
+            application._bound_deployment = ingress
+        built = serve.RunTarget(application, name=config.serving.app_name, route_prefix="/")
         serve.run_many([built], wait_for_applications_running=False)
         app = _deployment(config, plan, models)
         yield app

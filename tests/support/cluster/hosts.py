@@ -62,11 +62,6 @@ class Hosts:
                     each.kill()
             process.wait()
 
-    def end_node(self) -> None:
-        """End the node as Kubernetes deletes a pod: SIGTERM to `ray start`."""
-        (ray_start,) = self._entered.children()
-        ray_start.terminate()
-
     def link(self) -> LinkReport:
         """Return the link of the only target."""
         (link,) = ask_registry(self.app, "links").values()
@@ -92,7 +87,7 @@ class Hosts:
 
 
 @contextmanager
-def served_on_hosts(models: Models, proxy_location: str = "HeadOnly", **deployment: Any) -> Iterator[Hosts]:
+def served_on_hosts(models: Models, **deployment: Any) -> Iterator[Hosts]:
     """Serve an application whose ingress is here; what needs a role of its node has a node on the other host."""
     ports = {"gateway": "off", "grpc_port": pick_free_port(), "http_port": pick_free_port()}
     serving = {**ports, **deployment.pop("serving", {})}
@@ -103,7 +98,7 @@ def served_on_hosts(models: Models, proxy_location: str = "HeadOnly", **deployme
         for name, value in {**PROXY_ENVIRONMENT, **GIVES_NODES_UP}.items():
             environment.setenv(name, value)
         cluster = Cluster(True, head_node_args=head)
-        with served_on(cluster, config, models, proxy_location) as app:
+        with served_on(cluster, config, models) as app:
             hosts = Hosts(app, cluster, other)
             with hosts.node():
                 wait_until(app.all_replicas_are_known, LOADED_WITHIN_S, "the target", every_s=0.5)

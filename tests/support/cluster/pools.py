@@ -74,7 +74,7 @@ def holds(drafter: str) -> dict[str, float]:
 
 
 def by_target(pool: Deployment, name: str, **labels: str) -> dict[str, float]:
-    """A metric of each target replica, once all of them have told it, as it is now."""
+    """Return a metric of each target replica, once all of them have told it, as it is now."""
 
     def all_told() -> dict[str, float] | None:
         now, replicas = scraped(pool), list(pool.replicas())

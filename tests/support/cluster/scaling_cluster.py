@@ -39,7 +39,7 @@ DEPLOYMENT = DeploymentID("Target", "app")
 
 
 def waiting(seconds: float, like: Report = BUSY) -> Report:
-    """A replica whose waiting requests take it so long."""
+    """Return a replica whose waiting requests take it so long."""
     return replace(like, waiting=seconds * RATE / TOKENS, waiting_tokens=seconds * RATE)
 
 
@@ -119,7 +119,6 @@ class Cluster:
     queue: int = 256
     running: int = 1
     requests: float = 0.0
-    refused: float = 0.0
     now_s: float = 0.0
     coming: list[float] = field(default_factory=list)
     """Return when each will be loaded."""
@@ -128,8 +127,6 @@ class Cluster:
     """Replicas wanted, second by second."""
 
     reasons: set[str] = field(default_factory=set)
-    waits: list[float] = field(default_factory=list)
-    """Seconds of work before the last request, second by second."""
 
     def __post_init__(self) -> None:
         self.controller = Controller(serve_autoscaling(AutoscalingConfig(**self.settings)), 1)
@@ -145,9 +142,7 @@ class Cluster:
         self.coming = [ready_s for ready_s in self.coming if ready_s > self.now_s]
         served = min(self.requests + arrivals, self.running * RATE / TOKENS)
         self.requests += arrivals - served
-        refused = max(0.0, self.requests - self.running * self.held - self.queue)
-        self.requests, self.refused = self.requests - refused, self.refused + refused
-        self.waits.append(max(0.0, self.requests - self.running * SEATS) * TOKENS / (self.running * RATE))
+        self.requests = min(self.requests, self.running * self.held + self.queue)
         engines = min(self.requests, self.running * self.held) / self.running
         seated = min(SEATS, max(engines, served / self.running * SEATS * TOKENS / RATE))
         left = max(0.0, engines - SEATS)

@@ -101,7 +101,7 @@ class Host:
         self._carrier.stdin.flush()
 
     def _wait_for_first(self) -> int:
-        """The process that the others there descend from, once nothing that is mounted there shows here."""
+        """Return the process that the others there descend from, once nothing that is mounted there shows here."""
         unshare = psutil.Process(self._namespaces.pid)
         while True:
             assert self._namespaces.poll() is None, "no other host"
@@ -111,7 +111,7 @@ class Host:
 
 
 def furnish(prefix: Sequence[str] = ()) -> None:
-    """In namespaces that APART has made: files of its own, and a way to itself."""
+    """Give namespaces that APART has made files of their own, and a way to themselves."""
     for folder in ITS_OWN:
         os.makedirs(folder, exist_ok=True)
         subprocess.run([*prefix, "mount", "-t", "tmpfs", "tmpfs", folder], check=True)

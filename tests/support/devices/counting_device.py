@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("cuda", 0)
 POISON = 0xA5
-"""In every byte."""
+"""What every byte holds that has not arrived."""
 
 _IS = {name: getattr(Tensor, name).__get__ for name in ("device", "is_cpu", "is_cuda")}
 _READ = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
@@ -57,7 +57,7 @@ class _There(Tensor):
 
 
 class Event:
-    """As torch.cuda.Event."""
+    """Stands for torch.cuda.Event."""
 
     def __init__(self, device: CountingDevice) -> None:
         self._device, self._until = device, 0
@@ -75,7 +75,7 @@ class Event:
 
 
 class Stream:
-    """As torch.cuda.Stream, where work of all streams runs in the order in which it was given."""
+    """Stands for torch.cuda.Stream. Work of all streams runs in the order in which it was given."""
 
     def __init__(self, device: CountingDevice) -> None:
         self._device = device

@@ -22,7 +22,7 @@ FUZZ = settings(deadline=None, database=None, derandomize=True, suppress_health_
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _SERVICES = (pb.DESCRIPTOR.services_by_name["GenerationService"], _HEALTH)
 RPCS = {f"/{service.full_name}/{rpc.name}": rpc for service in _SERVICES for rpc in service.methods}
-"""By path."""
+"""Methods by path."""
 
 GENERATIONS = tuple(path for path in RPCS if path.endswith(("/Generate", "/GenerateStream")))
 ENDLESS = f"/{_HEALTH.full_name}/Watch"
@@ -168,7 +168,7 @@ class Call:
 
     @property
     def message(self) -> Any:
-        """The decoded request; None: the bytes do not decode."""
+        """Return the decoded request; None: the bytes do not decode."""
         try:
             return GetMessageClass(RPCS[self.path].input_type).FromString(self.data)
         except DecodeError:

@@ -2,7 +2,8 @@
 
     python plain_engine.py MODEL < request.json
 
-The last line of stdout is JSON: of each prompt or chat its token ids and its answer's.
+The last line of stdout is JSON: of each prompt or chat its token ids, its answer's, and how many drafts vLLM's own
+drafting made for it and accepted.
 """
 
 import json
@@ -24,7 +25,18 @@ def greedy_tokens(
     """Return one answer a prompt. adapters: a LoRA directory a prompt, or None. engine_args: vLLM's."""
     paths = [None if path is None else str(path) for path in adapters or ()]
     request = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "adapters": paths}
-    return [answer for _, answer in _answers(model, {**request, "engine_args": engine_args})]
+    return [answer for _, answer, _ in _answers(model, {**request, "engine_args": engine_args})]
+
+
+def drafted_and_accepted(
+    model: Path, prompts: Sequence[Sequence[int]], max_tokens: int, **engine_args: Any
+) -> tuple[int, int]:
+    """Return how many drafts all greedy answers had, and how many were accepted. engine_args: vLLM's, with a
+    ``speculative_config``."""
+    counts_each = {"per_request_spec_decode_metrics": "summary", "disable_log_stats": False}
+    request = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "ignore_eos": True}
+    counted = [counts for *_, counts in _answers(model, {**request, "engine_args": {**counts_each, **engine_args}})]
+    return sum(drafted for drafted, _ in counted), sum(accepted for _, accepted in counted)
 
 
 def greedy_answers(model: Path, chats: Sequence[Any], max_tokens: int) -> list[tuple[list[int], list[int]]]:
@@ -33,10 +45,11 @@ def greedy_answers(model: Path, chats: Sequence[Any], max_tokens: int) -> list[t
     chats: lists of messages as OpenAI's API has them, with up to two pictures each.
     """
     engine_args = {"limit_mm_per_prompt": {"image": 2}}
-    return _answers(model, {"chats": list(chats), "max_tokens": max_tokens, "engine_args": engine_args})
+    request = {"chats": list(chats), "max_tokens": max_tokens, "engine_args": engine_args}
+    return [(prompt, answer) for prompt, answer, _ in _answers(model, request)]
 
 
-def _answers(model: Path, request: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+def _answers(model: Path, request: dict[str, Any]) -> list[tuple[list[int], list[int], tuple[int, int]]]:
     done = subprocess.run(
         [sys.executable, __file__, str(model)],
         input=json.dumps(request),
@@ -48,7 +61,7 @@ def _answers(model: Path, request: dict[str, Any]) -> list[tuple[list[int], list
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return [(prompt, answer) for prompt, answer in json.loads(done.stdout.strip().splitlines()[-1])]
+    return [(prompt, answer, counts) for prompt, answer, counts in json.loads(done.stdout.strip().splitlines()[-1])]
 
 
 def main() -> None:
@@ -63,7 +76,7 @@ def main() -> None:
     ours = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
     engine = LLM(sys.argv[1], **{**ours, **lora, **request["engine_args"]})
     chats = request.get("chats")
-    ignore_eos = bool(numbers) or chats is not None
+    ignore_eos = bool(numbers) or chats is not None or request.get("ignore_eos", False)
     params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=ignore_eos)
     if chats is not None:
         outputs = engine.chat(chats, params, use_tqdm=False)
@@ -71,7 +84,12 @@ def main() -> None:
         asked = [None if path is None else LoRARequest(path, numbers[path], path) for path in paths] or None
         prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
         outputs = engine.generate(prompts, params, use_tqdm=False, lora_request=asked)
-    found = [(list(output.prompt_token_ids or ()), list(output.outputs[0].token_ids)) for output in outputs]
+    found = []
+    for output in outputs:
+        (answer,) = output.outputs
+        counted = {} if answer.spec_decode_metrics is None else answer.spec_decode_metrics.to_dict()
+        counts = [counted.get(f"num_{which}", 0) for which in ("draft_tokens", "accepted_draft_tokens")]
+        found.append((list(output.prompt_token_ids or ()), list(answer.token_ids), counts))
     print(json.dumps(found), flush=True)
 
 

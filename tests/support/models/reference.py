@@ -84,7 +84,7 @@ class Reference:
         return self.answer(prompt, num_tokens, GREEDY)
 
     def answer(self, prompt: Sequence[int], num_tokens: int, choice: Choice) -> list[int]:
-        """The answer's first num_tokens tokens, end tokens included like any other."""
+        """Return the answer's first num_tokens tokens, end tokens included like any other."""
         key = (choice, tuple(prompt))
         known = self._answers.get(key, [])
         if len(known) < num_tokens:
@@ -102,7 +102,7 @@ class Reference:
         return logits
 
     def tied(self, tokens: Sequence[int], choice: Choice = GREEDY) -> list[int]:
-        """The tokens that rounding may make the choice after tokens, most often one."""
+        """Return the tokens that rounding may make the choice after tokens, most often one."""
         logits = self.logits(tokens)
         best = choice.scores(logits, len(tokens), -TOP_P_TIE).max()
         return (choice.scores(logits, len(tokens), TOP_P_TIE) > best - TIE).nonzero().flatten().tolist()

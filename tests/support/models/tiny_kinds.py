@@ -54,20 +54,6 @@ def build_tiny_mla(path: Path, *, noise_of: Path | None = None, noise: float = 0
     return _write(path, DeepseekV2ForCausalLM(config))
 
 
-def build_tiny_windowed(path: Path, window: int) -> Path:
-    """Gemma 3, text alone: each second layer sees `window` tokens. vLLM keeps the KV of both kinds apart, in groups."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    config = Gemma3TextConfig(
-        **_COMMON,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=window,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    return _write(path, Gemma3ForCausalLM(config))
-
-
 def _write(path: Path, model: Any) -> Path:
     """Weights as wide as those of `build_tiny_llama`, and its tokenizer. Of printable ASCII alone, likewise."""
     generator = torch.Generator().manual_seed(len(path.name))

@@ -187,7 +187,7 @@ def _byte_tokenizer():  # type: ignore[no-untyped-def]
 
 
 def _bytes_to_unicode() -> dict[int, str]:
-    """The printable stand-ins that byte-level tokenizers use for bytes (GPT-2's table)."""
+    """Return the printable stand-ins that byte-level tokenizers use for bytes (GPT-2's table)."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {byte: chr(byte) for byte in kept}
     table.update({byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in table)})
@@ -210,7 +210,7 @@ def build_learnable(path: Path) -> Path:
 
 
 def build_first_layer(path: Path, of: Path) -> Path:
-    """A drafter that is that target's first layer."""
+    """Build a drafter that is that target's first layer."""
     import json
 
     from safetensors.torch import load_file, save_file

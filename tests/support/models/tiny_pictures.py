@@ -168,7 +168,7 @@ def picture(seed: int = 0, width: int = SIDE, height: int = SIDE, kind: str = "P
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that says it is so large, and holds next to nothing."""
+    """Make a PNG that says it is so large, and holds next to nothing."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")

@@ -27,7 +27,7 @@ class Bench:
         return self.proposer.open(key, list(tokens), k, sampling)
 
     def opened(self, tokens=range(10), sampling=GREEDY):
-        """With one request, whose prompt has been read."""
+        """Open one request, whose prompt has been read then. Returns the bench."""
         self.open(KEY, tokens, sampling)
         self.settle()
         return self

@@ -60,7 +60,7 @@ def by_hand(sampling, logits, position, round_start):
 
 
 def draw_of(sampling, position=10, round_start=None, alternatives=0):
-    """What to draw at a position, the first of its round unless told otherwise."""
+    """Return what to draw at a position, the first of its round unless told otherwise."""
     return Draw(sampling, position, position if round_start is None else round_start, alternatives)
 
 

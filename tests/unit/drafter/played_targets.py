@@ -30,13 +30,13 @@ class PlayedTargets:
         self.bench = Bench(limits, chunk, QuickEngine, num_blocks=10000, max_model_len=2000, block_size=16)
         self.now = 0
         self.waits = defaultdict(list)
-        """Of each link the steps that its targets waited for an answer."""
+        """Steps that the targets of each link waited for an answer."""
 
         self.ready = {}
         """When a prompt was."""
 
         self.rows = Counter()
-        """Of each link in all steps."""
+        """Rows of each link in all steps."""
 
         self._rng = random.Random(seed)
         self._acceptance, self._asked, self._due, self._drafts = {}, {}, {}, {}

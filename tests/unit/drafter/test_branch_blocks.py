@@ -13,7 +13,7 @@ SIZE = 4
 
 
 def allocated(start, end, num_blocks=20, num_own=5):
-    """A branch from position `start` on, beside a sequence that has the blocks 0 to num_own - 1."""
+    """Return a branch from position `start` on, beside a sequence that has the blocks 0 to num_own - 1."""
     engine = MemoryEngine(num_blocks, block_size=SIZE)
     own = (engine.take_blocks(num_own),)
     branches, side = BranchBlocks(engine), SideBranch(DraftChain(start, [1], [None], start), 0.5)

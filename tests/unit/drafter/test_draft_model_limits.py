@@ -71,7 +71,7 @@ def test_a_prompt_without_room_takes_none_from_the_others(long):
 
 
 def test_no_two_prompts_are_begun_where_there_is_room_for_one():
-    """Of two links, whose pieces take turns: each would hold what the other lacks."""
+    """They are of two links, whose pieces take turns: each would hold what the other lacks."""
     bench = Bench(num_blocks=60)
     for key in (KEY, OTHER):
         bench.open(key, range(200))

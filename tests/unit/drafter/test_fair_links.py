@@ -109,16 +109,6 @@ def test_every_step_begins_with_another_link_and_takes_one_row_of_each_in_turn()
     assert served[0][0][0] != served[1][0][0]
 
 
-def test_with_one_row_a_step_no_link_waits_for_ever():
-    targets = PlayedTargets(LookaheadLimits(max_rows=1))
-    for link_id, requests in ((1, 20), (2, 1), (3, 5)):
-        for request in range(requests):
-            targets.open((link_id, request), [link_id, request, 5])
-    targets.run(300)
-    assert targets.rows[1] == pytest.approx(targets.rows[3], rel=0.1)
-    assert max(targets.waits[2]) <= 3 * K
-
-
 def test_a_link_that_is_alone_is_served_in_the_order_of_its_commits():
     bench = Bench(LookaheadLimits(ahead=False, max_rows=2))
     keys = [(1, request) for request in range(5)]

@@ -157,7 +157,7 @@ def test_a_version_that_cannot_be_is_refused(drafting, bad):
 
 
 def test_a_version_that_was_learned_from_another_checkpoint_is_refused(drafting, caplog):
-    """Of the same shapes: it would load, and draft what nobody accepts. It is not even fetched."""
+    """It has the same shapes, would load, and draft what nobody accepts. It is not even fetched."""
     trainer, member = drafting.trainer, drafting.member
     trainer.learned_from = "another target's drafter"
     for number in (1, 2):

@@ -45,7 +45,7 @@ LOOP = [11, 12, 13, 14, 15, 16]
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("seed", range(3))
 def test_whoever_drafts_the_model_goes_on_from_the_text(sampling, seed):
-    """Of targets that sometimes say what they said before and sometimes what the model says. The engine in memory fails
+    """Targets sometimes say what they said before, and sometimes what the model says. The engine in memory fails
     on a wrong block or position, and what the model sends is always its own continuation."""
     chance = random.Random(seed)
     bench = SeveralBench(max_model_len=2000).opened(LOOP * 4, sampling)
@@ -125,7 +125,7 @@ def test_a_model_that_was_bad_and_is_good_now_drafts_again(limits):
 
 
 BEST = {"easy": MODEL, "middling": MODEL, "edits": "suffix", "agents": "suffix", "hopeless": MODEL}
-"""Of the single ones, as the bench's table has it."""
+"""The best of the single ones, as the bench's table has it."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,12 +136,12 @@ def test_on_each_kind_of_text_it_earns_what_the_best_one_does(kind):
 
 
 def record_drafts(selector, record, drafter, accepted):
-    """Of four drafts so many are accepted."""
+    """Record that so many of four drafts are accepted."""
     selector.record_acceptance(record, drafter, [1] * 4, [1] * accepted + [2])
 
 
 def played(rates, rounds=60):
-    """A selector that has heard of so many rounds of one request, and its record."""
+    """Return a selector that has heard of so many rounds of one request, and its record."""
     chance = random.Random(0)
     selector = DrafterSelector(list(rates))
     record = selector.new_record()

@@ -51,7 +51,7 @@ def bench(request):
 
 
 def first_drafts(bench):
-    """Of the first round, with everything drafted ahead for what follows it."""
+    """Return the first round's drafts, with everything drafted ahead for what follows it."""
     answer = bench.answer(KEY, [drawn_token(PROMPT)])
     bench.ahead.clear()
     bench.settle()

@@ -41,7 +41,7 @@ def test_the_warm_up_covers_every_way_to_draw():
 
 
 class SureEngine(MemoryEngine):
-    """Of a model that gives one token nearly all of the probability. Tokens are drawn as those of any model are."""
+    """Gives one token nearly all of the probability. Tokens are drawn as those of any model are."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ def at_rest(loop):
 
 @pytest.mark.parametrize("misses", [False, True])
 def test_a_swap_costs_each_request_one_round_at_most(misses):
-    """Of a swap that takes as long as a round of the target's: what was drafted ahead is sent meanwhile."""
+    """A swap takes as long as a round of the target's here: what was drafted ahead is sent meanwhile."""
     engine = SlowToLoad()
     proposer = DraftModelProposer(engine, 64)
     loop = DraftLoop(proposer)

@@ -77,34 +77,6 @@ def test_a_hit_is_answered_with_what_is_there_while_a_step_runs(share):
     assert ids(told[0]) == bench.drafts(KEY, 2), "the guess of the bonus token, and two drafts"
 
 
-def test_rows_go_in_as_long_as_each_brings_more_than_it_holds_up():
-    """The step's worth over its time is no less than with fewer rows, nor with more."""
-    for num_sequences in (1, 8):
-        bench = TimedBench(2000, max_side_branches=12, max_rows=1000)
-        keys = [(1, request) for request in range(num_sequences)]
-        for key in keys:
-            bench.open(key, [key[1], *range(10)])
-        bench.settle()
-        bench.rounds(keys, 14)
-        for key in keys:
-            bench.round(key)
-        work, _ = bench.proposer.plan()
-        keep = bench.proposer._outcomes.usual_acceptance
-        mains, chosen, left = 0.0, [], []
-        extended = {chain for _, chain in work.targets}
-        for sequence in bench.proposer.sequences.values():
-            mains += keep**sequence.num_drafted
-            for side in sequence.sides.values():
-                if sequence.next_draw(side.chain) is not None:
-                    worth = side.value * keep ** (len(side.chain.tokens) - 1)
-                    (chosen if side.chain in extended else left).append(worth)
-        assert chosen, "the likeliest outcomes are prepared for"
-        assert bool(left) == (num_sequences > 1), "one sequence has room for all, many have not"
-        ordered = sorted(chosen, reverse=True) + sorted(left, reverse=True)
-        best = max(rate(mains, num_sequences, ordered[:rows]) for rows in range(len(ordered) + 1))
-        assert rate(mains, num_sequences, ordered[: len(chosen)]) > 0.99 * best
-
-
 @pytest.mark.parametrize("true_share", [0.005, 0.03])
 def test_what_a_row_costs_is_tried_again_where_all_steps_have_as_many(true_share):
     """Who takes a row for dear adds none, so all steps are alike and say nothing: it must not stay so for ever."""
@@ -122,7 +94,3 @@ def test_what_a_row_costs_is_tried_again_where_all_steps_have_as_many(true_share
         assert sum(added[-100:]) > 100
     else:
         assert 0 < sum(added[-500:]) < 150, "now and then one"
-
-
-def rate(mains, num_mains, sides):
-    return (mains + sum(sides)) / (STEP_S + ROW_S * (num_mains + len(sides) - 1))

@@ -19,7 +19,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def texts(target):
-    """Greedy answers of 12 tokens."""
+    """Return greedy answers of 12 tokens."""
     made = []
     for number, prompt in enumerate([[1, 2, 3], [4, 5], [9, 8, 7, 6]]):
         ids, top_ids, top_log_p = torch.tensor(prompt), [], []

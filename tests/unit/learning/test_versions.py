@@ -147,7 +147,7 @@ def test_of_general_texts_those_count_that_the_drafter_can_read(tmp_path):
 
 @pytest.mark.parametrize("files", [0, 1])
 def test_general_texts_that_are_too_few_to_tell_a_loss_by_are_an_error(tmp_path, files):
-    """Of two answers to one prompt one counts: with so few nothing would ever be certain, and nothing learned."""
+    """One of two answers to a prompt counts: with so few nothing would ever be certain, and nothing learned."""
     texts = [text(1, 2, 3, prompt=number // 2) for number in range(2 * LEAST_GENERAL - 2)]
     for _ in range(files):
         TextStore(tmp_path).save(Job(0, 0, (0, 1)), texts)

@@ -42,12 +42,12 @@ def learner(general=(), model=None, **changes):
 
 
 def follows(token, rule):
-    """What the target says after a token: another rule is another domain."""
+    """Return what the target says after a token: another rule is another domain."""
     return (rule * token + 1) % (VOCAB - 1)
 
 
 def taught(number, rule=5, greedy=True, length=24):
-    """A text by a rule, with the target's likeliest tokens at each place."""
+    """Return a text by a rule, with the target's likeliest tokens at each place."""
     chance = random.Random(number)
     ids = [chance.randrange(VOCAB - 1)]
     while len(ids) < length:
@@ -60,7 +60,7 @@ def taught(number, rule=5, greedy=True, length=24):
 
 
 def half(one, lowest):
-    """The same text in the lower or higher half of the vocabulary, by a rule of its own."""
+    """Return the same text in the lower or higher half of the vocabulary, by a rule of its own."""
     ids = [lowest + int(one.ids[0]) % 31]
     while len(ids) < len(one.ids):
         ids.append(lowest + (5 * (ids[-1] - lowest) + 1 + lowest) % 31)
@@ -80,14 +80,14 @@ def acceptance(made, tensors, texts):
 
 
 def work(made, steps):
-    """For so many steps, however often the texts have been trained on."""
+    """Train for so many steps, however often the texts have been trained on."""
     for _ in range(steps):
         made._to_train_on = learner_module.PASSES
         assert made.work()
 
 
 def experienced(texts=None, **changes):
-    """One that has learned something, which serves."""
+    """Return one that has learned something, which serves."""
     made = learner(**changes)
     made.add(texts or many())
     work(made, 100)
@@ -108,7 +108,7 @@ def alike(tensors, others):
 
 
 def serve(made, tensors=None):
-    """As if the gate had let it in: what serves, a little changed, where nothing else is given."""
+    """Let a version in, as if by the gate: what serves, a little changed, where nothing else is given."""
     with made._lock:
         version = made._next(plus(made._serving.tensors) if tensors is None else tensors)
         made._publish(version, "replaced", previous=made._serving)

@@ -107,7 +107,7 @@ def test_a_peer_that_never_comes(monkeypatch):
 
 
 MEETING: list[threading.Barrier] = []
-"""Of the directions' aborts."""
+"""Where the directions' aborts meet."""
 
 
 class WaitingGroup(cpu_device.Group):

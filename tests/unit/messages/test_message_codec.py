@@ -31,7 +31,7 @@ def test_round_trip_of_many_is_one_payload_in_order():
 
 
 def test_many_long_prompts_are_several_payloads():
-    """As behind a new link, on which all requests are opened at once."""
+    """So it is behind a new link, on which all requests are opened at once."""
     tokens = PAYLOAD_TOKENS // 2
     messages = [open_request(request=r, prompt_len=tokens, token_ids=[r] * tokens) for r in range(5)] + [EVERY_KIND[-1]]
     assert len(pack(messages)) == 3

@@ -15,7 +15,7 @@ from outrider.cluster.config import ServingConfig
 
 @pytest.fixture
 def stream():
-    """A logger of JSON lines, and what it wrote."""
+    """Yield a logger of JSON lines, and what it wrote."""
     written, logger = io.StringIO(), logging.getLogger("test.json_lines")
     handler = logging.StreamHandler(written)
     handler.setFormatter(logs.JsonLines())

@@ -202,7 +202,7 @@ async def test_samples_carry_their_replica_s_name_and_a_silent_replica_is_down_w
 
 @pytest.fixture
 def counted():
-    """The values of an ingress that has counted nothing."""
+    """Return the values of an ingress that has counted nothing."""
     REQUESTS.clear()
     return lambda: samples(exposition(INGRESS.collect()))
 

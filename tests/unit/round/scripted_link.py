@@ -115,7 +115,7 @@ def never_after_ready(message):
 
 
 class Wanting(FixedLengths):
-    """As told."""
+    """Wants what it is told to."""
 
     wanted = Lengths(4, 2)
 

@@ -22,7 +22,7 @@ def engine():
 
 
 def drafts_of(engine, *request_ids):
-    """As handed out, without a wait."""
+    """Return the drafts as handed out, without a wait."""
     return [engine[request_id].draft(99).ids for request_id in request_ids]
 
 

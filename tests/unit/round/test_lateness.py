@@ -9,7 +9,7 @@ from tests.unit.round.scripted_link import PROMPT, Engine, arrival, drafting, ne
 
 
 def linked(answer, **options):
-    """With a request whose drafter has been told of it."""
+    """Return an engine with a request whose drafter has been told of it."""
     engine = Engine(answer, **options)
     engine.begin("a")
     return engine

@@ -1,4 +1,4 @@
-"""From a request's parameters to how its tokens are verified and its drafts drawn."""
+"""Tests how a request's parameters decide how its tokens are verified and its drafts drawn."""
 
 import math
 from dataclasses import replace

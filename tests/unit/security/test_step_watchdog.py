@@ -63,7 +63,7 @@ def test_each_step_begins_anew_and_an_idle_engine_need_not_step() -> None:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A TargetEngine over a stand-in that has a request and steps as the test says."""
+    """Return a TargetEngine over a stand-in that has a request and steps as the test says."""
     monkeypatch.setattr(target_engine, "WATCH_EVERY_S", 0.001)
     failed: list[Exception] = []
     llm = SimpleNamespace(

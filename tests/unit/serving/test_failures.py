@@ -22,7 +22,7 @@ FIELD = RequestError("sampling.n", SECRET, "send 1")
 
 
 def remote(error: Exception) -> BaseException:
-    """As a call of another actor raises it."""
+    """Return an error as a call of another actor raises it."""
     return RayTaskError("generate", "traceback", error).as_instanceof_cause()  # type: ignore[no-any-return]
 
 

@@ -36,7 +36,7 @@ class Registry:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a search for the registry finds, the last one again and again."""
+    """Return what a search for the registry finds, the last one again and again."""
     registries: list[Any] = []
 
     def search(app_name: str) -> Any:

@@ -100,9 +100,6 @@ class Rounds:
     cut: Callable[[Tensor], Tensor] | None = None
     """A scheduler that cuts drafts at a token it does not like: forbidden tokens, bool [...], of ids. Wrong."""
 
-    draft_start: Callable[[Tensor], Tensor] | None = None
-    """What the drafter takes for the round's start, given the real one."""
-
     device: str | torch.device = "cpu"
     """Where rounds are verified."""
 
@@ -141,8 +138,6 @@ class Rounds:
             logits = self.drafter.rows(at + j, mine)
             if self.real_sampler or self.mode in (Mode.GREEDY, Mode.COUPLED):
                 position, start = PROMPT_LEN + at + j, PROMPT_LEN + at
-                if self.draft_start is not None:
-                    start = self.draft_start(start)
                 constraints = plain_constraints(len(mine), self.temperature, self.top_k, self.top_p)
                 sample = sample_drafts(logits, self.mode, constraints, seed, position, start, self.n)
             else:

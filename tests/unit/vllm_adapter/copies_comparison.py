@@ -42,7 +42,7 @@ def layouts(device: Device) -> dict[str, list[Tensor]]:
 
 
 def compare(device: Device, reference: Callable[[list[Tensor], int, Copies], None]) -> list[str]:
-    """The layouts in which some byte differs."""
+    """Return the layouts in which some byte differs."""
     different = []
     for name, caches in layouts(device).items():
         copy, expected = block_copies(caches, BLOCKS, torch.device(device)), layouts(device)[name]

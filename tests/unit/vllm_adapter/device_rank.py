@@ -88,7 +88,7 @@ def counting() -> Iterator[CountingDevice]:
 
 
 def context(tokens: Sequence[int]) -> int:
-    """Of the model: what it makes of a text."""
+    """Return what the model makes of a text."""
     mixed = 0
     for token in tokens:
         mixed = (mixed * 31 + token * 17 + 5) % 1_000_003

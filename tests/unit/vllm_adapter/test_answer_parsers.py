@@ -96,7 +96,7 @@ def test_the_family_decides(model_type, template, tool_call, reasoning):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A tiny Llama whose tokenizer has R1's marks, and none of Llama's own."""
+    """Return a tiny Llama whose tokenizer has R1's marks, and none of Llama's own."""
     path = build_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     added = tokenizer["added_tokens"]

@@ -82,7 +82,7 @@ class Troubled(Linked):
         return [] if link.broken else answers
 
     def _corrupt(self, fault: str, proposals: Proposals) -> Proposals:
-        """As a drafter with a fault of its own would have it: checksums are right."""
+        """Spoil it as a drafter with a fault of its own would: checksums are right."""
         ids, q, base = list(proposals.token_ids), proposals.q, proposals.base_committed_len
         if fault == "of another":
             base += 1

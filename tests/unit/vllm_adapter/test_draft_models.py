@@ -18,7 +18,7 @@ from tests.unit.drafter.draw_cases import SAMPLINGS, VOCAB, check_against_hand, 
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    """Of an architecture that takes images, without M-RoPE; nothing loads its weights. Of vLLM's, one that can be
+    """Write a checkpoint that takes images, without M-RoPE; nothing loads its weights. Of vLLM's, one that can be
     imported without torchvision."""
     from transformers import Gemma3nConfig
 
@@ -50,7 +50,7 @@ def test_one_whose_positions_have_several_dimensions_is_refused_before_it_loads(
 
 
 def drawn_by_a_worker(sampling, num_drawable, num_tokens=VOCAB):
-    """By a rank whose model likes the last of its tokens best."""
+    """Return what is drawn by a rank whose model likes the last of its tokens best."""
     logits = random_logits(20, vocab=num_tokens)
     logits[:, -16:] += 20.0
     draws = [draw_of(sampling, position, alternatives=2) for position in range(20)]

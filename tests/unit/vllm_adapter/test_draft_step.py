@@ -92,7 +92,7 @@ class Model:
 
 
 def rank_on(device: torch.device, *, cut: list[int] | None, rank: int = 0) -> Any:
-    """What a draft step needs of a worker that has loaded its model. cut: the tokens of its head, if not all."""
+    """Return what a draft step needs of a worker that has loaded its model. cut: the tokens of its head, if not all."""
     config = VllmConfig()
     compilation = config.compilation_config
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 2, 4, 8], 8

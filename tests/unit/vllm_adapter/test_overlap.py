@@ -67,7 +67,7 @@ class Runner(RoundRunner, Overlapping): ...
 
 @pytest.fixture
 def rig(monkeypatch):
-    """A runner with a real round, that chooses as told."""
+    """Return a runner with a real round, that chooses as told."""
     monkeypatch.setattr(target_runner, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     monkeypatch.setattr(target_runner, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
     engine, runner = Engine(), Runner()
@@ -113,7 +113,7 @@ TABLE = model(1)
 
 
 def plainly(name: str, penalty: float) -> list[int]:
-    """One token after another, on the host."""
+    """Return one token after another, on the host."""
     text = list(PROMPTS[name])
     for _ in range(OVERLAPPED):
         logits = TABLE[next_context(text[-1], len(text))].clone()

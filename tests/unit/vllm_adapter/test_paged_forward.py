@@ -1,6 +1,6 @@
 """Checks the inputs of the draft model's forward pass where vLLM has captured graphs.
 
-test_draft_step.py computes whole steps with them, and tests/support/models/draft_engine_graphs.py replays graphs."""
+test_draft_step.py computes whole steps with them, and tests/cuda_build/draft_steps.py replays graphs."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def manager(vllm_config: Any) -> Any:
 
 
 def asked(vllm_config: Any, name: str, constraint: dict[str, Any]) -> Request:
-    """As vLLM's front end and core make it."""
+    """Make it as vLLM's front end and core do."""
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**constraint))
     tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
     params.verify(vllm_config.model_config, None, vllm_config.structured_outputs_config, tokenizer)

@@ -23,7 +23,7 @@ from tests.unit.vllm_adapter.engine_outputs import MODEL, VOCAB_SIZE, delta, out
 
 
 class ScriptedLLM:
-    """In place of AsyncLLM: yields outputs and raises errors as they come."""
+    """Stands for AsyncLLM: yields outputs and raises errors as they come."""
 
     def __init__(self, *script: RequestOutput | Exception) -> None:
         self._script = script
@@ -82,7 +82,7 @@ def answers(make_engine: Any) -> Any:
 
 
 def wrapped(cause: Exception) -> EngineGenerateError:
-    """As vLLM raises what is neither a validation error nor the end of the engine."""
+    """Return what vLLM raises where it is neither a validation error nor the end of the engine."""
     error = EngineGenerateError()
     error.__cause__ = cause
     return error

@@ -21,7 +21,7 @@ class Call:
 
 
 class Handle:
-    """As much of a DeploymentHandle as a broadcast touches."""
+    """Has as much of a DeploymentHandle as a broadcast touches."""
 
     def __init__(self, *answers, known_after_s=0.0):
         self.calls = [Call(answer) for answer in answers]

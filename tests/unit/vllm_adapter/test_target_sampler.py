@@ -16,7 +16,6 @@ from outrider.actors.verification.batch import Status
 from outrider.cluster.link.messages import SparseQ
 
 V, K = 40, 3
-pytestmark = pytest.mark.exhaustive
 
 
 DRAFTS = [7, 8, 9]
@@ -114,7 +113,7 @@ def metadata_of(requests):
 
 
 def by_hand(logits, p, output):
-    """One row's logits after allowed ids, bad words, min_tokens, logit_bias and penalties, in that order."""
+    """Return one row's logits after allowed ids, bad words, min_tokens, logit_bias and penalties, in that order."""
     logits = logits.clone()
     if p.allowed_token_ids:
         forbidden = torch.ones(V, dtype=torch.bool)
