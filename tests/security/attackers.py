@@ -1,4 +1,4 @@
-"""Makes bytes that attackers send, and callers of either API at their own address. `tests.bench.soak` uses it too."""
+"""Makes bytes that attackers send, and callers of either API at their own address."""
 
 from __future__ import annotations
 
