@@ -28,6 +28,7 @@ from outrider.cluster.backends import DEVICE_BACKENDS, Backend
 from outrider.cluster.config_section import ConfigError as ConfigError
 from outrider.cluster.config_section import CoreSet, FilePath, NodeLabels, Section, explained, read_yaml
 from outrider.cluster.engine_args import FRONTEND_ARGS_ELSEWHERE, REFUSED, Side
+from outrider.cluster.modes import MAX_PATHS
 
 MAX_SPECULATIVE_TOKENS = 32
 """Upper limit of ``num_speculative_tokens``. It sizes the link's frames and the verifier's rows."""
@@ -320,6 +321,10 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     and answers use. Answers stay exact. 0: all. Default: as many as it was trained on, else 32768 where the vocabulary
     is at least twice as large, else all; with several ranks all. Default on GPU: 0."""
 
+    parallel_drafting: bool | None = None
+    """Draft all tokens of a round in one pass, after mask tokens ([methods.md](methods.md#one-pass-draft-models)).
+    Default: if the checkpoint has a mask token."""
+
     max_draft_rows: int = Field(128, ge=1, le=4096)
     """Maximum rows in one step of the drafter: sequences and their side branches."""
 
@@ -515,10 +520,14 @@ class SpeculationConfig(Section):
     num_speculative_tokens: int = Field(4, ge=1, le=MAX_SPECULATIVE_TOKENS)
     """K: maximum draft tokens per round. A request may ask for fewer, or none."""
 
-    verification: Literal["rejection", "block", "coupled"] = "rejection"
+    num_paths: int = Field(1, ge=1, le=MAX_PATHS)
+    """Paths of a request's draft tree that a step may verify, the main line included; each runs its own rows in the
+    target. 1: a chain. Sampled requests need coupled verification for more than one, structured output has one."""
+
+    verification: Literal["rejection", "block", "coupled"] | None = None
     """How drafts of sampled requests are verified; every mode is exact ([exactness.md](exactness.md)). ``coupled``
     sends token ids only and gives the same tokens whatever the drafter does; requests with a seed or structured output
-    use it by default. Temperature 0 is always greedy."""
+    use it by default. Temperature 0 is always greedy. Default: rejection, or coupled where num_paths exceeds 1."""
 
     draft_top_n: int = Field(64, ge=0, le=MAX_DRAFT_TOP_N)
     """rejection, block: number of likeliest tokens that the drafter samples from and sends with probabilities, per
@@ -532,6 +541,11 @@ class SpeculationConfig(Section):
 
     max_side_branches: int = Field(12, ge=0, le=64)
     """draft_ahead: side branches per request, for outcomes other than the main line's. Bounds the drafter's memory."""
+
+    @property
+    def default_verification(self) -> str:
+        """Returns how a sampled request is verified that has neither a choice of its own nor a seed."""
+        return self.verification or ("rejection" if self.num_paths == 1 else "coupled")
 
 
 class LinkConfig(Section):
@@ -860,6 +874,10 @@ class OutriderConfig(Section):
                 raise ValueError(f"drafter.draft_vocab_size: is below speculation.draft_top_n ({top_n}); raise it")
             if unknown := [module.name for module in drafter.lora_modules if module.name not in names]:
                 raise ValueError(f"drafter.lora_modules: {unknown[0]!r} is none of target.lora_modules; remove it")
+        has_trees = isinstance(drafter, DraftModelConfig) and self.target.schedules_ahead
+        if self.speculation.num_paths > 1 and not has_trees:
+            needs = "needs drafter.method: draft_model and a target without async_scheduling: false or pipeline stages"
+            raise ValueError(f"speculation.num_paths: {self.speculation.num_paths} {needs}; leave it out")
         if isinstance(drafter, CoLocatedConfig):
             self._check_co_located()
         elif drafter is not None and self.link.backend in DEVICE_BACKENDS:

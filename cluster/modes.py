@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import enum
 
+MAX_PATHS = 16
+"""Most paths of a request's draft tree that a step may verify, the main line included."""
+
 
 class Mode(enum.IntEnum):
     """Names a way to verify drafts. Modes mix freely in a batch."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from outrider.cluster.config_section import ConfigError
 
 BLOCK = 64
 """Number of ids that share a digest."""
@@ -28,6 +31,29 @@ def read_vocabulary(model: str) -> dict[str, int] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return tokens
+
+
+MASK_TOKENS = "mask_token_id", "pard_token", "ptd_token_id"
+"""Names of a draft model's mask token in config.json, in vLLM's order."""
+
+
+def mask_token(document: Mapping[str, Any], parallel_drafting: bool | None = None) -> int | None:
+    """Returns the mask token of a draft model that drafts in one pass; None: it drafts token by token.
+
+    Args:
+        document: the checkpoint's config.json.
+        parallel_drafting: as drafter.parallel_drafting.
+
+    Raises:
+        ConfigError: it is to draft in one pass and has none.
+    """
+    found = next((int(document[name]) for name in MASK_TOKENS if document.get(name) is not None), None)
+    if parallel_drafting and found is None:
+        raise ConfigError(
+            "drafter.parallel_drafting: the config.json of drafter.model names no mask token "
+            f"({', '.join(MASK_TOKENS)}); leave it out"
+        )
+    return None if parallel_drafting is False else found
 
 
 def marks_of(model: str) -> Marks:

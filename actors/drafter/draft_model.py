@@ -72,8 +72,11 @@ class DraftModelProposer:
         limits: LookaheadLimits | None = None,
         vocabulary: DraftVocabulary | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        one_pass: bool = False,
     ) -> None:
-        """vocabulary: the tokens that the engine's output head is cut to; None: it is whole."""
+        """vocabulary: the tokens that the engine's output head is cut to; None: it is whole. one_pass: the model drafts
+        all tokens of a round after one row, after masks."""
+        self._one_pass = one_pass
         self.outbox = Outbox()
         self._vocabulary = vocabulary
         self._num_drawable: int | None = None
@@ -124,7 +127,7 @@ class DraftModelProposer:
         self._step_times = Histogram()
 
     def new_sequence(self, key: SequenceKey) -> ModelSequence:
-        return ModelSequence(key)
+        return ModelSequence(key, self._one_pass)
 
     def open(self, sequence: ModelSequence) -> None:
         text = sequence.text
@@ -183,7 +186,7 @@ class DraftModelProposer:
             return sequence.no_drafts(ProposalStatus.NOT_READY)
         if look_up is not None and (drafts := look_up()):
             return sequence.propose(drafts)
-        return sequence.answer()
+        return sequence.answer(self._outcomes)
 
     def close(self, sequence: ModelSequence) -> None:
         del self._sequences[sequence]
@@ -250,6 +253,7 @@ class DraftModelProposer:
     def _take_results(self, step: DraftStep) -> None:
         """Appends what was drawn, and sends the answers and prefetched proposals that this completes."""
         prefetched: list[tuple[ModelSequence, PrefetchedProposal]] = []
+        trees: dict[ModelSequence, None] = {}
         for row, (sequence, chain), drawn in zip(step.plan.rows, step.targets, step.drawn, strict=True):
             if sequence not in self._sequences:  # closed meanwhile
                 continue
@@ -257,19 +261,24 @@ class DraftModelProposer:
                 sequence.main.num_computed = max(sequence.main.num_computed, row.start + len(row.token_ids))
                 self._announce(sequence)
                 continue
-            assert row.draw is not None
             assert drawn is not None
             if drawn.bad_logits and not self._saw_bad_logits:
                 self._saw_bad_logits = True
                 problem = "sequence %s: the draft model's logits are not finite: drafts end there"
                 logger.warning(problem, sequence.key, extra=sequence.about())
-            if not sequence.drew(chain, row.draw, drawn):
+            if not sequence.drew(chain, row.draws, (drawn, *drawn.at_masks)):
                 continue
-            answer = sequence.answer() if chain is sequence.main else None
+            if sequence.num_paths > 1:  # its branches are in the answer too
+                trees[sequence] = None
+                continue
+            answer = sequence.answer(self._outcomes) if chain is sequence.main else None
             if answer is not None:
                 self.outbox.add(sequence, answer)
             elif self.sends_ahead and (proposal := sequence.prefetched(chain)) is not None:
                 prefetched.append((sequence, proposal))
+        for sequence in trees:
+            if (answer := sequence.answer(self._outcomes)) is not None:
+                self.outbox.add(sequence, answer)
         for sequence, proposal in prefetched:  # after the answers, which targets wait for
             self.outbox.add(sequence, proposal)
         if any(drawn is not None for drawn in step.drawn):
@@ -277,7 +286,10 @@ class DraftModelProposer:
             self._step_times.observe(step.seconds)
 
     def step_us(self) -> int:
-        return int(self._cost.mean_s * 1e6)
+        """Returns what a step takes, microseconds; in one pass its share of each draft of a round, of which targets
+        reckon as many as they wait for."""
+        drafts = max((s.num_wanted for s in self._sequences), default=1) if self._one_pass else 1
+        return int(self._cost.mean_s * 1e6 / max(drafts, 1))
 
     def usage(self) -> dict[str, float]:
         return {

@@ -35,7 +35,7 @@ class Drawn:
     q_ids: int32 [n], q_probs: float32 [n], what it was drawn from; None where no q need travel.
     confidence: the drafter's probability of the token. alternatives: other tokens the verifier may choose in its place,
     likeliest first, with the drafter's probability of each. usable: False where there was nothing to draw, with
-    bad_logits because the logits were not finite.
+    bad_logits because the logits were not finite. at_masks: what was drawn after each of the row's masks.
     """
 
     token: int
@@ -45,6 +45,7 @@ class Drawn:
     alternatives: tuple[tuple[int, float], ...] = ()
     usable: bool = True
     bad_logits: bool = False
+    at_masks: tuple[Drawn, ...] = ()
 
 
 @dataclass(slots=True)
@@ -55,6 +56,8 @@ class StepRow:
         fed. A list is never changed: a sequence that gets another block gets another list.
     draw: what is drawn after token_ids; None for a prefill chunk.
     adapter: number of the draft model's LoRA adapter; 0: none.
+    at_masks: what is drawn in the same pass after masks, which the engine feeds behind token_ids, one for each. The KV
+        of a mask is of no use to any later row.
     """
 
     token_ids: Sequence[int]
@@ -62,6 +65,17 @@ class StepRow:
     block_ids: tuple[Sequence[int], ...]
     draw: Draw | None = None
     adapter: int = 0
+    at_masks: tuple[Draw, ...] = ()
+
+    @property
+    def num_fed(self) -> int:
+        """The number of tokens fed, masks included."""
+        return len(self.token_ids) + len(self.at_masks)
+
+    @property
+    def draws(self) -> tuple[Draw, ...]:
+        """All draws, in the order of their positions."""
+        return () if self.draw is None else (self.draw, *self.at_masks)
 
 
 @dataclass(slots=True)

@@ -65,14 +65,14 @@ def load_proposer(
         ranks = replace(ranks, actor_names=[f"{name}#{os.getpid()}" for name in ranks.actor_names])
     adapters = [module.path for module in config.lora_modules]
     vllm_config = drafter_vllm_config(config, ranks, placement_group)
-    engine = DraftEngine(vllm_config, in_process=ranks is None, adapters=adapters)
+    engine = DraftEngine(vllm_config, ranks is None, adapters, config.parallel_drafting)
     limits = LookaheadLimits(
         ahead=speculation.draft_ahead,
         max_side_branches=speculation.max_side_branches,
         max_rows=config.max_draft_rows,
     )
     vocabulary = cut_head(config, engine, num_common_tokens)
-    proposer = DraftModelProposer(engine, config.prefill_chunk_tokens, limits, vocabulary)
+    proposer = DraftModelProposer(engine, config.prefill_chunk_tokens, limits, vocabulary, one_pass=engine.one_pass)
     if num_common_tokens is not None:
         proposer.limit_vocabulary(num_common_tokens)
     if not config.beside:

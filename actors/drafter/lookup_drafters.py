@@ -241,7 +241,7 @@ class LookupDrafters:
         request, start = self._requests[sequence], sequence.committed_len
         wanted = min(sequence.num_wanted, sequence.max_len - start)
         at_hand = min(sequence.num_drafted, wanted)
-        missing = 0 if sequence.main.ended else max(min(sequence.num_on_miss, wanted) - at_hand, 0)
+        missing = sequence.num_missing
         offers = [Offer(MODEL, at_hand), *(Offer(name, min(len(d), wanted)) for name, d in request.offered.items())]
         if missing:
             offers.append(Offer(MODEL, at_hand + missing, missing * self.model.step_us() / 1e6))

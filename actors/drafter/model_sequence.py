@@ -5,18 +5,30 @@ are the drafts of the round that starts there. *Answered*: `sent` of them went o
 outcomes of their verification. The main chain assumes that all are accepted and goes on with a guess of the bonus
 token, then the next round's drafts; a side branch assumes another token at one of the positions.
 
+A model that drafts *in one pass* draws a whole round and a guess of the bonus token after each row: the first after
+the row's last token, the others after masks behind it. The KV of a mask counts as not computed. Main chain and side
+branches are rows of one step, since none needs the KV of another: each feeds the sent drafts that it assumes.
+
+Where the target verifies several paths, side branches are chosen for the round that is being drafted too, and go into
+its proposal (draft_paths.py). They go on for the next round as the main chain does, since what they assume may be
+accepted as a draft.
+
 The outcome of a round is (accepted length, next token), the key of Speculative Speculative Decoding's cache (Kumar et
 al. 2026). Here the main chain's outcomes need no key, because they are a prefix of it.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import abc
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from outrider.actors.drafter.draft_paths import draft_paths
 from outrider.actors.drafter.engine import Draw, Drawn
+from outrider.actors.drafter.outcomes import OutcomeModel
 from outrider.actors.drafter.proposer import Sequence, SequenceKey
 from outrider.cluster.link.messages import (
     Commit,
@@ -52,6 +64,9 @@ class DraftChain:
     ended: bool = False
     """Nothing can be drawn after its last token."""
 
+    limit: int | None = None
+    """A branch's: it has KV blocks for positions below this, and is not drawn further."""
+
     @property
     def end(self) -> int:
         """The position that is drawn next."""
@@ -71,6 +86,16 @@ class DraftChain:
     def at(self, position: int) -> Drawn | None:
         index = position - self.start
         return self.drawn[index] if 0 <= index < len(self.drawn) else None
+
+    def candidates(self, start: int, end: int) -> list[list[tuple[int, float]]]:
+        """Returns for each position from `start` to end - 1 the token drawn there and its likeliest alternatives, each
+        with the drafter's log-probability; [] where none was drawn."""
+        found: list[list[tuple[int, float]]] = []
+        for position in range(start, end):
+            drawn = self.at(position)
+            named = () if drawn is None else ((drawn.token, drawn.confidence), *drawn.alternatives)
+            found.append([(token, math.log(share)) for token, share in named if share > 0])
+        return found
 
     def num_same(self, start: int, token_ids: abc.Sequence[int]) -> int:
         """Returns how many of these tokens the chain has too, from position `start` up to the first difference."""
@@ -101,13 +126,14 @@ def stacked_q(drawn: abc.Sequence[Drawn | None]) -> SparseQ | None:
 class SideBranch:
     """Drafts for one outcome beside the main chain: chain.tokens[0] is the outcome's next token, at chain.start.
 
-    value: the outcome's probability.
+    value: the outcome's probability. share: the same, given that verification gets to its position.
     private: of each KV group, block index -> the branch's own block; all other blocks are the sequence's.
     blocks: of each KV group, the branch's block table as far as its own blocks go.
     """
 
     chain: DraftChain
     value: float
+    share: float = 0.0
     private: tuple[dict[int, int], ...] = ()
     blocks: tuple[list[int], ...] = ()
 
@@ -115,8 +141,10 @@ class SideBranch:
 class ModelSequence(Sequence):
     """Holds a sequence's drafts and KV blocks. The draft loop guards it."""
 
-    def __init__(self, key: SequenceKey) -> None:
+    def __init__(self, key: SequenceKey, one_pass: bool = False) -> None:
+        """one_pass: a row draws a whole round."""
         super().__init__(key)
+        self.one_pass = one_pass
         self.engine_id = ""
         """The engine's id for it, a new one each time it is opened."""
 
@@ -215,35 +243,56 @@ class ModelSequence(Sequence):
 
     # What to draft next.
 
-    def next_draw(self, chain: DraftChain) -> Draw | None:
-        """Returns how `chain` goes on; None: it is long enough, or must not."""
-        base, position = self.committed_len, chain.end
-        if chain.ended or position >= self.max_len:
+    def next_draws(self, chain: DraftChain) -> list[Draw]:
+        """Returns what the next row of `chain` draws; []: the chain is long enough, or must not go on."""
+        draws: list[Draw] = []
+        while (draw := self.next_draw(chain, len(draws))) is not None:
+            draws.append(draw)
+            continues = chain is self.main or self.num_paths > 1
+            is_guess = continues and self.sent is not None and draw.position == self.committed_len + self.sent
+            if not self.one_pass or is_guess:  # what follows an outcome is drawn once that is a token, not a mask
+                break
+        return draws
+
+    def next_draw(self, chain: DraftChain, num_ahead: int = 0) -> Draw | None:
+        """Returns how `chain` goes on, after so many tokens that are not drawn yet; None: it is long enough, or must
+        not."""
+        base, position = self.committed_len, chain.end + num_ahead
+        most = self.num_wanted + self.one_pass
+        if chain.ended or position >= self.max_len or (chain.limit is not None and position > chain.limit):
             return None
-        if chain is not self.main:
+        if chain is not self.main and self.num_paths == 1:
             start = chain.start + 1
-            return None if position - start >= self.num_wanted else self._draw(self.sampling, position, start)
+            return None if position - start >= most else self._draw(self.sampling, position, start)
         if self.sent is None:
-            return None if position - base >= self.num_wanted else self._draw(self.sampling, position, base)
+            return None if position - base >= most else self._draw(self.sampling, position, base)
         bonus_at = base + self.sent
         if self.num_wanted == 0:
             return None
         if position <= bonus_at:
             return self._draw(self._bonus_sampling, position, base)
         start = bonus_at + 1
-        return None if position - start >= self.num_wanted else self._draw(self.sampling, position, start)
+        return None if position - start >= most else self._draw(self.sampling, position, start)
 
     def _draw(self, sampling: DraftSampling, position: int, round_start: int) -> Draw:
         return Draw(sampling, position, position if self.free_of_rounds else round_start, NUM_ALTERNATIVES)
 
-    def drew(self, chain: DraftChain, draw: Draw, drawn: Drawn) -> bool:
-        """Appends the result of a step that fed all of `chain`. Returns False where a commit has made it useless."""
-        if not self.holds(chain) or chain.end != draw.position:
+    def drew(self, chain: DraftChain, draws: abc.Sequence[Draw], drawn: abc.Sequence[Drawn]) -> bool:
+        """Appends the results of a row that fed all of `chain`. Returns False where a commit has made them useless."""
+        first = draws[0].position
+        if not self.holds(chain) or chain.end != first:
             return False
-        if not self.free_of_rounds and self.next_draw(chain) != draw:
-            return False
-        chain.num_computed = draw.position
-        chain.append(drawn)
+        if not self.free_of_rounds:
+            as_now = itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(draws, self.next_draws(chain), strict=False)
+            )
+            drawn = drawn[: sum(1 for _ in as_now)]
+            if not drawn:
+                return False
+        chain.num_computed = first
+        for one in drawn:
+            if not chain.ended:
+                chain.append(one)
         return True
 
     def holds(self, chain: DraftChain) -> bool:
@@ -256,9 +305,13 @@ class ModelSequence(Sequence):
     def open_outcomes(self) -> list[tuple[int, Drawn]]:
         """Returns the positions at which verification may choose otherwise, and what the main chain has there, from the
         first one for which no side branches have been chosen. Each position is returned once."""
-        if self.sent is None or self.num_wanted == 0:
+        if self.num_wanted == 0 or (self.sent is None and self.num_paths == 1):
             return []
-        end = min(self.main.end, self.committed_len + self.sent + 1, self.main.num_computed + 1)
+        end = self.main.end
+        if self.sent is not None and self.num_paths == 1:
+            end = min(end, self.committed_len + self.sent + 1)
+        if not self.one_pass:  # a side branch has its KV up to there from the main chain
+            end = min(end, self.main.num_computed + 1)
         found = [(position, self.main.at(position)) for position in range(self.spawned_to, end)]
         self.spawned_to = max(self.spawned_to, end)
         return [(position, drawn) for position, drawn in found if drawn is not None]
@@ -271,26 +324,40 @@ class ModelSequence(Sequence):
         base, token_ids, sent = self.committed_len, commit.token_ids, self.sent
         main, matched = self.main, self.main.num_same(self.committed_len, commit.token_ids)
         end = base + len(token_ids)
-        side = self.sides.pop((end - 1, token_ids[-1]), None) if matched == len(token_ids) - 1 else None
+        side = None
+        if matched == len(token_ids) - 1 or (matched < len(token_ids) and self.num_paths > 1):
+            side = self.sides.pop((base + matched, token_ids[matched]), None)
         super().commit(commit)
         self.origin = DraftOrigin.MISS
+        kept: dict[tuple[int, int], SideBranch] = {}
         if side is not None:
-            self._adopt(side)
+            self._adopt(side, base + matched + side.chain.num_same(base + matched, token_ids[matched:]))
         elif matched == len(token_ids) and (self.free_of_rounds or sent == matched - 1):
             # Drawn for the round that starts here, or for any.
             self.origin = DraftOrigin.MAIN_LINE if self.num_drafted > 0 else DraftOrigin.MISS
+            kept = {key: side for key, side in self.sides.items() if key[0] >= end}
         else:
             self.main = DraftChain(end, num_computed=min(main.num_computed, base + matched, end - 1))
         if end < self.given_to:
             self.main.cut(next((at for at in range(end, self.main.end) if self.main.at(at) is None), self.main.end))
+        spawned_to = self.spawned_to
+        for key in kept:
+            del self.sides[key]
         self._drop_sides()
+        if kept:
+            self.sides, self.spawned_to = kept, max(spawned_to, end)
         self.sent = None
         if commit.num_wanted == 0:
             self.answered(0)
 
-    def _adopt(self, side: SideBranch) -> None:
+    def _adopt(self, side: SideBranch, agrees_to: int) -> None:
+        """Makes a branch the main chain. agrees_to: the position up to which it has what was committed."""
         assert self.adopted is None, "side branches are chosen after the last adoption's blocks are back"
         self.main, self.adopted = side.chain, side
+        self.main.limit = None
+        if agrees_to < self.committed_len:
+            side.chain.cut(agrees_to)
+            self.main = DraftChain(self.committed_len, num_computed=min(side.chain.num_computed, agrees_to))
         self.origin = DraftOrigin.SIDE_BRANCH if self.num_drafted > 0 else DraftOrigin.MISS
 
     def _drop_sides(self) -> None:
@@ -298,32 +365,47 @@ class ModelSequence(Sequence):
         self.sides.clear()
         self.spawned_to = self.committed_len
 
-    def answer(self) -> Proposals | None:
+    @property
+    def bonus_at(self) -> int:
+        """The position of the bonus token of the round that is verified, or drafted."""
+        return self.committed_len + (self.num_wanted if self.sent is None else self.sent)
+
+    @property
+    def num_missing(self) -> int:
+        """Drafts that the answer to the commit waits for. A round that was drawn in one pass is not added to."""
+        if self.main.ended or (self.one_pass and self.num_drafted):
+            return 0
+        enough = min(self.num_on_miss, self.num_wanted, self.max_len - self.committed_len)
+        return max(enough - self.num_drafted, 0)
+
+    def answer(self, outcomes: OutcomeModel) -> Proposals | None:
         """Returns the answer to the commit, once as many drafts are there as are worth waiting for. None: not yet."""
         if not self.due:
             return None
-        room = max(self.max_len - self.committed_len, 0)
-        enough = min(self.num_on_miss, self.num_wanted, room)
-        if self.num_drafted < enough and not self.main.ended:
+        if self.num_missing:
             return None
-        count = min(self.num_drafted, self.num_wanted, room)
+        count = min(self.num_drafted, self.num_wanted, max(self.max_len - self.committed_len, 0))
         start = self.committed_len
         drawn = [self.main.at(start + index) for index in range(count)]
         q = stacked_q(drawn) if self.sampling.mode.samples_q else None
+        answer = self.drafts(self.main.ids(start, start + count), q, self.origin)
+        if count and self.num_paths > 1:
+            answer.paths = draft_paths(self, count, outcomes)
         self.answered(count)
-        return self.drafts(self.main.ids(start, start + count), q, self.origin)
+        return answer
 
     def prefetched(self, chain: DraftChain) -> PrefetchedProposal | None:
         """Returns all the drafts that are wanted for the outcome that `chain` assumes, if the last of them was drawn
         just now. None: some are missing, or they cannot be sent before their round is known."""
-        if self.sent is None or not self.num_wanted or not self.free_of_rounds:
+        if self.sent is None or not self.num_wanted or not self.free_of_rounds or self.num_paths > 1:
             return None
         at, origin = chain.start, DraftOrigin.SIDE_BRANCH
         if chain is self.main:
             at, origin = self.committed_len + self.sent, DraftOrigin.MAIN_LINE
-        if chain.end - at - 1 != self.num_wanted:
+        count = chain.end - at - 1
+        if count < 1 or (count != self.num_wanted and not self.one_pass):
             return None
-        next_token, *drafts = chain.ids(at, chain.end)
+        next_token, *drafts = chain.ids(at, min(chain.end, at + 1 + self.num_wanted))
         return PrefetchedProposal(self.key[1], self.committed_len, at, next_token, drafts, origin)
 
     def propose(self, drafts: list[int]) -> Proposals:
@@ -360,6 +442,9 @@ class ModelSequence(Sequence):
     def answered(self, count: int) -> None:
         """Notes that the target has so many of the main chain's drafts for the text as it is."""
         self.sent = count
-        if not self.free_of_rounds:
+        if self.one_pass:
+            # What follows the guess of the bonus token is drawn anew, when that is no mask any more.
+            self.main.cut(self.committed_len + count + 1)
+        elif not self.free_of_rounds:
             # Anything beyond was drawn for this round, not for the next one.
             self.main.cut(self.committed_len + count)

@@ -5,8 +5,10 @@ The drafter measures both over all its sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from outrider.actors.drafter.engine import Drawn
 
@@ -34,14 +36,21 @@ class Frequency:
         return (self._hits + _PRIOR_WEIGHT * predicted) / (self._trials + _PRIOR_WEIGHT)
 
 
+class Chain(Protocol):
+    """Has drafted tokens by their positions."""
+
+    def at(self, position: int) -> Drawn | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """An outcome of verification: it follows the main chain up to `position` and has `token` there. value: its
-    probability."""
+    probability. share: the same, given that verification gets to the position."""
 
     position: int
     token: int
     value: float
+    share: float
 
 
 class OutcomeModel:
@@ -67,13 +76,18 @@ class OutcomeModel:
         """The acceptance rate of any draft, whatever the confidence."""
         return self._any_accepted.given(USUAL_ACCEPTANCE)
 
+    def reach(self, chain: Chain, start: int, position: int) -> float:
+        """Returns the probability that the chain's tokens at positions start to position - 1 are accepted."""
+        drawn = (chain.at(at) for at in range(start, position))
+        return math.prod(self.acceptance(one) for one in drawn if one is not None)
+
     def outcomes(self, reach: float, position: int, drawn: Drawn) -> list[Outcome]:
         """Returns the alternatives at a position that verification reaches with probability `reach`."""
-        rejected = reach * (1 - self.acceptance(drawn))
+        rejected = 1 - self.acceptance(drawn)
         found = []
         for rank, (token, probability) in enumerate(drawn.alternatives[: len(self._alternative)]):
             share = self._alternative[rank].given(self._predicted(drawn, probability))
-            found.append(Outcome(position, token, rejected * share))
+            found.append(Outcome(position, token, reach * rejected * share, rejected * share))
         return found
 
     def observe(self, drawn: Sequence[Drawn | None], token_ids: Sequence[int]) -> None:

@@ -65,8 +65,8 @@ class BranchBlocks:
     """Allocates KV blocks of side branches: copy-on-write from their sequence's, and back when a branch becomes the
     main chain.
 
-    A branch shares every block before the one it starts in. That one is copied, unless it starts on the block's first
-    slot, and the ones after it are new.
+    A branch shares every block before the one that it begins to compute in. That one is copied, unless it begins on
+    the block's first slot, and the ones after it are new.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -84,7 +84,7 @@ class BranchBlocks:
     def allocate(self, own: tuple[list[int], ...], side: SideBranch, end: int) -> bool:
         """Takes blocks for a branch that may reach positions below `end`. Returns False when out of KV; then nothing
         has changed."""
-        start = side.chain.start
+        start = side.chain.num_computed
         spans = [range(start // size, -(-end // size)) for size in self._engine.block_sizes]
         blocks = self._engine.take_blocks(sum(len(span) for span in spans))
         if blocks is None:
@@ -145,7 +145,7 @@ class DraftStep:
         self.seconds = self.clock() - started
 
     def add(self, row: StepRow, sequence: ModelSequence, chain: DraftChain | None) -> None:
-        num_fed, link_id = len(row.token_ids), sequence.key[0]
+        num_fed, link_id = row.num_fed, sequence.key[0]
         self.plan.rows.append(row)
         self.targets.append((sequence, chain))
         self.fed[link_id] = self.fed.get(link_id, 0) + num_fed
@@ -245,7 +245,7 @@ class StepPlanner:
             worth = keep**sequence.num_drafted
             if self._add_main(step, sequence):
                 step.worth += worth
-            if not sequence.due:
+            if not sequence.due or sequence.num_paths > 1:
                 self._spawn(sequence)
                 answered.setdefault(sequence.key[0], []).append(sequence)
         row_share = self._cost.row_share
@@ -254,9 +254,9 @@ class StepPlanner:
             for link_id, of_link in answered.items()
         }
         for worth, side, sequence in self.turns.order(sides):
-            draw = sequence.next_draw(side.chain)
-            if draw is not None and self._has_room(step, 1):
-                self._add_row(step, sequence, side.chain, side.blocks, draw)
+            chain, draws = side.chain, sequence.next_draws(side.chain)
+            if draws and self._has_room(step, draws[-1].position - chain.num_computed):
+                self._add_row(step, sequence, chain, side.blocks, draws)
                 step.worth += worth
         return self._finished(step)
 
@@ -331,27 +331,33 @@ class StepPlanner:
     def _add_main(self, step: DraftStep, sequence: ModelSequence) -> bool:
         """Adds the main chain's next row, and returns whether there is one. Answers a sequence that is due and needs
         none, or cannot have one for want of KV blocks."""
-        is_due, draw = sequence.due, sequence.next_draw(sequence.main)
-        if draw is None:
-            if (answer := sequence.answer()) is not None:
+        is_due, draws = sequence.due, sequence.next_draws(sequence.main)
+        if not draws:
+            if (answer := sequence.answer(self._outcomes)) is not None:
                 self._outbox.add(sequence, answer)
             return False
-        if not self._has_room(step, sequence.num_uncomputed):
+        end = draws[-1].position
+        if not self._has_room(step, end - sequence.main.num_computed):
             return False
-        if not self._has_blocks(sequence, draw.position) and not self._allocate(sequence, draw.position):
+        if not self._has_blocks(sequence, end) and not self._allocate(sequence, end):
             if is_due:
                 self._outbox.add(sequence, sequence.give_up(ProposalStatus.OUT_OF_KV))
                 self._give_back(sequence)
             return False
-        self._add_row(step, sequence, sequence.main, sequence.blocks, draw)
+        self._add_row(step, sequence, sequence.main, sequence.blocks, draws)
         return True
 
     def _add_row(
-        self, step: DraftStep, sequence: ModelSequence, chain: DraftChain, blocks: tuple[list[int], ...], draw: Draw
+        self,
+        step: DraftStep,
+        sequence: ModelSequence,
+        chain: DraftChain,
+        blocks: tuple[list[int], ...],
+        draws: list[Draw],
     ) -> None:
         start = chain.num_computed
         ids = sequence.token_ids(chain, start, chain.end)
-        step.add(StepRow(ids, start, blocks, draw, sequence.sampling.adapter), sequence, chain)
+        step.add(StepRow(ids, start, blocks, draws[0], sequence.sampling.adapter, tuple(draws[1:])), sequence, chain)
 
     def _has_room(self, step: DraftStep, num_tokens: int) -> bool:
         fits = step.num_fed + num_tokens <= self._engine.max_num_batched_tokens
@@ -404,22 +410,22 @@ class StepPlanner:
         limits = self._limits
         if sequence.adopted is not None or limits.max_side_branches == 0:
             return
-        open_outcomes = sequence.open_outcomes()
-        if not open_outcomes:
-            return
+        if sequence.num_paths > 1:
+            for side in sequence.sides.values():  # they may be of an earlier round
+                reach = self._outcomes.reach(sequence.main, sequence.committed_len, side.chain.start)
+                side.value = reach * side.share
         found: list[Outcome] = []
-        reach, at = 1.0, sequence.committed_len
-        for position, drawn in open_outcomes:
-            while at < position:
-                before = sequence.main.at(at)
-                reach *= self._outcomes.acceptance(before) if before is not None else 1.0
-                at += 1
+        for position, drawn in sequence.open_outcomes():
+            reach = self._outcomes.reach(sequence.main, sequence.committed_len, position)
             found += self._outcomes.outcomes(reach, position, drawn)
         found = [o for o in found if o.value >= self._cost.row_share and o.position + 1 < sequence.max_len]
         found.sort(key=lambda outcome: -outcome.value)
         for outcome in found[: max(limits.max_side_branches - len(sequence.sides), 0)]:
-            chain = DraftChain(outcome.position, [outcome.token], [None], num_computed=outcome.position)
-            side = SideBranch(chain, outcome.value)
-            if not self.branches.allocate(sequence.blocks, side, outcome.position + 1 + sequence.num_wanted):
+            computed = min(sequence.main.num_computed, outcome.position)
+            chain = DraftChain(outcome.position, [outcome.token], [None], num_computed=computed)
+            side = SideBranch(chain, outcome.value, outcome.share)
+            last = outcome.position if sequence.num_paths == 1 else sequence.bonus_at
+            chain.limit = last + 1 + sequence.num_wanted
+            if not self.branches.allocate(sequence.blocks, side, chain.limit):
                 return
             sequence.sides[outcome.position, outcome.token] = side

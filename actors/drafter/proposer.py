@@ -39,6 +39,9 @@ class Sequence:
         """How its drafts are drawn."""
 
         self.num_speculative_tokens = 0
+        self.num_paths = 1
+        """Paths of a proposal that the verifier can take."""
+
         self.text: list[int] = []
         """The prompt tokens that have arrived; once the prompt is complete, all committed tokens."""
 
@@ -80,7 +83,7 @@ class Sequence:
         so its sampling counts."""
         if piece.offset == 0:
             self.sampling = piece.sampling
-        self.num_speculative_tokens = piece.num_speculative_tokens
+        self.num_speculative_tokens, self.num_paths = piece.num_speculative_tokens, piece.num_paths
         self.text.extend(piece.token_ids)
         self.is_open = len(self.text) >= piece.prompt_len
         return self.is_open

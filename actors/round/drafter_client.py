@@ -217,6 +217,7 @@ class DrafterClient:
                 token_ids=list(request.token_ids),
                 num_speculative_tokens=request.max_drafts,
                 sampling=request.sampling,
+                num_paths=request.num_paths,
             )
         )
 
@@ -323,6 +324,7 @@ class DrafterClient:
             self.degrade(request, "unusable")
             return
         proposal.token_ids = [int(token) for token in proposal.token_ids][: request.max_drafts]
+        proposal.paths = proposal.paths[: request.num_paths - 1]
         request.proposal = proposal
 
     def _refuse(self, request: Request, status: ProposalStatus) -> None:

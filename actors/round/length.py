@@ -83,6 +83,10 @@ class FixedLengths:
         """Nobody expects anything."""
         return 0.0, 0.0
 
+    def row_price(self) -> float:
+        """Every row is verified."""
+        return 0.0
+
 
 class SafeLengths:
     """Calls a length controller, and drafts nothing any more once it has raised, so that the engine goes on."""
@@ -264,6 +268,10 @@ class LengthController:
         """Tokens a second that are expected of the batch, with drafts and without; 0 before its first round. Any
         thread."""
         return self._rate, self._plain_rate
+
+    def row_price(self) -> float:
+        """Returns the tokens that the batch makes in the time that one more row adds to a step."""
+        return max(self._rate, self._plain_rate) * self._line()[1]
 
     # What is known.
 

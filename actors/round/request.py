@@ -17,6 +17,7 @@ from outrider.cluster.link.messages import (
     MAX_BIASED_TOKENS,
     MAX_INT31,
     MAX_TOP_N,
+    DraftPath,
     DraftSampling,
     PrefetchedProposal,
     Proposals,
@@ -118,13 +119,16 @@ class Draft:
     q: SparseQ | None = None
     """At least as many rows as ids. None: the tokens were not drawn from a distribution."""
 
+    paths: tuple[DraftPath, ...] = ()
+    """Further paths of the draft tree, each with all its tokens."""
+
 
 @dataclass(slots=True, eq=False)
 class Request:
     """Holds everything rank 0 knows of a request, from its first step to its last, preemptions included.
 
     token_ids: committed, prompt and output. max_drafts: in one round; with 0 it decodes plainly, and no drafter hears
-    of it.
+    of it. num_paths: of its draft tree, that one step may verify; 1 for a chain.
     """
 
     request_id: str
@@ -137,6 +141,7 @@ class Request:
     token_ids: list[int]
     num_prompt_tokens: int
     max_drafts: int = 0
+    num_paths: int = 1
 
     running: bool = True
     """False from a preemption until it is resumed."""
@@ -211,13 +216,22 @@ class Request:
             if (adapter or shows_pictures) and deployment.remembers_answers:
                 tenant = _tenant_of(tenant, acceptance_group(adapter, shows_pictures))
             sampling = replace(sampling, tenant=tenant, adapter=deployment.draft_adapters.get(adapter, 0))
-        return cls(request_id, params, sampling, token_ids, num_prompt_tokens, max_drafts)
+        request = cls(request_id, params, sampling, token_ids, num_prompt_tokens, max_drafts)
+        request.num_paths = deployment.num_paths if max_drafts and request.why_chain is None else 1
+        return request
 
     def detach(self) -> None:
         """Forgets the handle: no answer to a commit counts any more, nor any prefetched proposal."""
         self.handle, self.ready = None, False
         self.asked = self.awaited = False
         self.ahead.clear()
+
+    @property
+    def why_chain(self) -> str | None:
+        """Returns why its draft tree has one path, however many are configured; None: it may have more."""
+        if self.params.structured_outputs is not None:
+            return "structured_output"  # whose masks are made for one chain of drafts
+        return "verification" if self.sampling.mode.samples_q else None  # rejection needs the drafts of one chain
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -228,10 +242,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def draft(self, most: int) -> Draft:
-        """Returns the first `most` tokens of the proposal with their q."""
+        """Returns the first `most` tokens of the proposal with their q, and of its further paths."""
         if self.proposal is None:
             return Draft()
-        return Draft(list(self.proposal.token_ids[:most]), self.proposal.q)
+        paths = tuple(DraftPath(path.token_ids[:most], min(path.gain, most)) for path in self.proposal.paths if most)
+        return Draft(list(self.proposal.token_ids[:most]), self.proposal.q, paths)
 
     def is_finished_by(self, token_ids: list[int], max_model_len: int) -> bool:
         """Returns whether the scheduler will end it on what was just committed, as far as a worker can tell."""
@@ -248,8 +263,8 @@ class Request:
 class Deployment:
     """Holds what all requests of a deployment have in common.
 
-    num_speculative_tokens: 0 without a drafter. remembers_answers: the drafter drafts from other requests' answers.
-    draft_adapters: the drafter's own numbers for the target's adapters, where it has any.
+    num_speculative_tokens: 0 without a drafter. num_paths: as configured. remembers_answers: the drafter drafts from
+    other requests' answers. draft_adapters: the drafter's own numbers for the target's adapters, where it has any.
     """
 
     verification: str
@@ -257,6 +272,7 @@ class Deployment:
     draft_top_n: int
     vocab_size: int
     max_model_len: int
+    num_paths: int = 1
     remembers_answers: bool = False
     draft_adapters: Mapping[str, int] = field(default_factory=dict)
 

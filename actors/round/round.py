@@ -29,6 +29,7 @@ from outrider.actors.observability.tracing import RoundTracer
 from outrider.actors.round.drafter_client import DrafterClient, RoundDeadline
 from outrider.actors.round.learning_recorder import LearningRecorder
 from outrider.actors.round.length import FixedLengths, LengthController, SafeLengths
+from outrider.actors.round.paths import PathBudget
 from outrider.actors.round.request import Deployment, Draft, Request, acceptance_group, carried
 from outrider.actors.round.statistics import RoundStatistics, RoundTimes
 from outrider.cluster.config import LinkConfig
@@ -37,6 +38,7 @@ from outrider.cluster.link.link import Link
 from outrider.cluster.link.messages import (
     CloseReason,
     DraftOrigin,
+    DraftPath,
     Message,
     PrefetchedProposal,
     Proposals,
@@ -98,6 +100,21 @@ class Step:
     draft_work_us: int = 0
     is_committed: bool = False
 
+    paths: Sequence[tuple[str, DraftPath]] = ()
+    """Request ids, each with a further path that is worth its rows, the best first."""
+
+    path_rows: dict[str, str] = field(default_factory=dict)
+    """The rows of further paths that are in the step: the id of each row, which `drafts` has too, and its request's."""
+
+    expected: dict[str, float] = field(default_factory=dict)
+    """How many more tokens each request with path rows was expected to have by them."""
+
+    best_rows: Mapping[str, str] = field(default_factory=dict)
+    """The row whose tokens each request with path rows has, its own or a path's."""
+
+    gained: Mapping[str, int] = field(default_factory=dict)
+    """How many more tokens each request has by a path than by its own row."""
+
     @classmethod
     def of(cls, number: int, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]], **events: Any) -> Step:
         """Makes a step of what the scheduler says.
@@ -114,7 +131,7 @@ class Step:
 
     def count(self, num_tokens: Mapping[str, int]) -> None:
         """Counts the tokens scheduled for each request, once more after drafts have come that were not known before."""
-        self.num_requests, self.num_tokens = len(num_tokens), sum(num_tokens.values())
+        self.num_requests, self.num_tokens = len(num_tokens) - len(self.path_rows), sum(num_tokens.values())
         self.decodes_only = bool(num_tokens) and all(
             count == 1 + len(self.draft(request_id).ids) for request_id, count in num_tokens.items()
         )
@@ -124,8 +141,15 @@ class Step:
         return self.drafts.get(request_id) or Draft()
 
     def num_drafts(self, request_id: str) -> int:
-        """Returns how many draft tokens of a request count as drafted."""
-        return self.allowed.get(request_id, len(self.draft(request_id).ids))
+        """Returns how many draft tokens of a request count as drafted: those of its longest path."""
+        paths = [len(self.drafts[row_id].ids) for row_id, owner in self.path_rows.items() if owner == request_id]
+        return max([self.allowed.get(request_id, len(self.draft(request_id).ids)), *paths])
+
+    def add_path(self, row_id: str, number: int, request_id: str, ids: list[int]) -> None:
+        """Adds the row of a further path of a request. number: of the path, in `paths`."""
+        self.drafts[row_id], self.path_rows[row_id] = Draft(ids), request_id
+        if self.paths:  # other ranks know no gains
+            self.expected[request_id] = self.expected.get(request_id, 0.0) + self.paths[number][1].gain
 
     @property
     def width(self) -> int:
@@ -140,7 +164,9 @@ class Step:
 class Chooser(Protocol):
     """Chooses tokens; `TargetSampler` is the real one."""
 
-    def __call__(self, logits: Any, requests: Sequence[Request], step: Step, metadata: Any) -> Any: ...
+    def __call__(
+        self, logits: Any, requests: Sequence[Request], drafts: Sequence[Draft], width: int, metadata: Any
+    ) -> Any: ...
 
 
 class Round:
@@ -171,8 +197,12 @@ class Round:
         self.statistics = RoundStatistics()
         self._choose = choose
         self._lengths = SafeLengths(lengths)
+        self._paths = PathBudget()
         self._wanted: Counter[int] = Counter()
         """Commits by the number of drafts wanted."""
+
+        self._chains: Counter[str] = Counter()
+        """Requests that verify one path where others verify several, by the reason."""
 
         self._clock = clock
         self._tracer = tracer
@@ -216,17 +246,17 @@ class Round:
             if self._tracer is not None:
                 self._tracer.waited(0.0)
 
-    def choose(self, step: Step, request_ids: Sequence[str], logits: Any, metadata: Any) -> Any:
+    def choose(self, step: Step, row_ids: Sequence[str], logits: Any, metadata: Any) -> Any:
         """Chooses every token of the step and verifies its drafts.
 
         Args:
-            request_ids: in the order of the rows of the logits.
+            row_ids: of requests and path rows, in the order of the rows of the logits.
             logits, metadata: see Chooser.
         """
-        requests = [self.requests[request_id] for request_id in request_ids]
+        requests = [self.requests[step.path_rows.get(row_id, row_id)] for row_id in row_ids]
         if self._recorder is not None:
-            self._recorder.record_logits(step, requests, logits)
-        return self._choose(logits, requests, step, metadata)
+            self._recorder.record_logits(step, row_ids, requests, logits)
+        return self._choose(logits, requests, [step.draft(row_id) for row_id in row_ids], step.width, metadata)
 
     def commit(self, step: Step, committed: Mapping[str, list[int]]) -> None:
         """Appends what the step chose, and tells the drafter.
@@ -244,6 +274,10 @@ class Round:
             request.token_ids.extend(token_ids)
             request.proposal, request.asked, request.awaited = None, False, False
             self.statistics.count(drafted, len(token_ids))
+            if request_id in step.best_rows:
+                gained = step.gained.get(request_id, 0)
+                self._paths.observe(step.expected[request_id], gained)
+                self.statistics.count_paths(sum(owner == request_id for owner in step.path_rows.values()), gained)
             if self._recorder is not None:
                 self._recorder.record_commit(step, request, len(token_ids))
             if request.trace is not None and self._tracer is not None:
@@ -319,6 +353,9 @@ class Round:
             if request_id not in ended
         }
         step.drafts = {request_id: draft for request_id, draft in drafts.items() if draft.ids}
+        further = {request_id: draft.paths for request_id, draft in step.drafts.items() if draft.paths}
+        if further:
+            step.paths = self._paths.choose(further, self._lengths.row_price())
         return [None if request_id in ended else list(drafts[request_id].ids) for request_id in request_ids]
 
     def _proposed(self, request_id: str, most: int | None = None) -> Draft:
@@ -407,6 +444,7 @@ class Round:
             "stale": drafter.stale,
             "unusable": drafter.unusable,
             "refused": {status.name.lower(): count for status, count in drafter.refused.items()},
+            "chain": dict(self._chains),
             "wanted": {str(k): count for k, count in sorted(self._wanted.items())},
             "degraded": dict(drafter.degraded),
             "length_controller_failures": self._lengths.failures,
@@ -434,6 +472,8 @@ class Round:
         if self._tracer is not None and (headers := carried(arrival.params).get("trace_headers")) is not None:
             request.trace = self._tracer.track(headers)
         if request.max_drafts:
+            if self.deployment.num_paths > 1 and request.why_chain is not None:
+                self._chains[request.why_chain] += 1
             group = acceptance_group(arrival.adapter, has_pictures)
             request.estimate = self._lengths.track(request.max_drafts, group)
         if self._recorder is not None:

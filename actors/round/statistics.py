@@ -60,6 +60,13 @@ class RoundStatistics:
     foreseen: int = 0
     """Hits whose drafts had arrived before their round's outcome: nobody was asked."""
 
+    path_rounds: int = 0
+    """Rounds that verified further paths beside the main line."""
+
+    path_rows: int = 0
+    path_tokens: int = 0
+    """Tokens committed beyond those of the main line."""
+
     picture_requests: int = 0
     """Requests that came with pictures."""
 
@@ -78,6 +85,12 @@ class RoundStatistics:
             self.drafted_rounds += 1
             self.drafted += num_drafts
             self.accepted += num_committed - 1
+
+    def count_paths(self, num_paths: int, gained: int) -> None:
+        """Counts the further paths of one request's round, and the tokens that they brought."""
+        self.path_rounds += 1
+        self.path_rows += num_paths
+        self.path_tokens += gained
 
     def count_frame(self, num_proposals: int, nbytes: int) -> None:
         """Counts a frame with num_proposals proposals that hold drafts."""
@@ -111,6 +124,9 @@ class RoundStatistics:
             "side_branch_hits": self.side_branch_hits,
             "misses": self.misses,
             "foreseen": self.foreseen,
+            "path_rounds": self.path_rounds,
+            "path_rows": self.path_rows,
+            "path_tokens": self.path_tokens,
         }
 
     def histograms(self) -> dict[str, HistogramSnapshot]:

@@ -225,7 +225,7 @@ class Target:
         return replace(
             self._engine.model_info(),
             verifications=("rejection",) if co_located else tuple(BY_NAME),
-            default_verification="rejection" if co_located else config.speculation.verification,
+            default_verification="rejection" if co_located else config.speculation.default_verification,
             methods=() if config.drafter is None else (config.drafter.method,),
             num_speculative_tokens=config.num_speculative_tokens,
             tool_call_parser=self._openai.args.tool_call_parser or None,

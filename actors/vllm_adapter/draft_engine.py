@@ -17,6 +17,7 @@ from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.vllm_adapter.error_text import last_line
 from outrider.cluster.config import ConfigError
 from outrider.cluster.link.messages import DraftSampling
+from outrider.cluster.vocabulary import mask_token
 
 
 class DraftEngine:
@@ -25,11 +26,18 @@ class DraftEngine:
     Construction loads the model (tens of seconds). Not thread-safe: the drafter's loop owns it.
     """
 
-    def __init__(self, vllm_config: VllmConfig, in_process: bool, adapters: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        in_process: bool,
+        adapters: Sequence[str] = (),
+        parallel_drafting: bool | None = False,
+    ) -> None:
         """Loads the model. Raises ConfigError for a model that cannot draft.
 
         in_process: runs the model in this process rather than in rank actors.
         adapters: directories of LoRA adapters; rows name them by number, from 1.
+        parallel_drafting: as drafter.parallel_drafting.
         """
         from vllm.platforms import current_platform
 
@@ -62,6 +70,13 @@ class DraftEngine:
                 self._core.model_executor.collective_rpc("load_adapters", args=(list(adapters),))
             except Exception as error:
                 raise ConfigError(f"drafter.lora_modules: vLLM does not take one: {last_line(error)}") from error
+
+        mask_id = mask_token(vllm_config.model_config.hf_config.to_dict(), parallel_drafting)
+        self.one_pass = mask_id is not None
+        if mask_id is not None:
+            if not 0 <= mask_id < self.vocab_size:
+                raise ConfigError(f"drafter.model: has no token {mask_id}, its mask; set parallel_drafting: false")
+            self._core.model_executor.collective_rpc("set_mask", args=(mask_id,))
 
     def cut_head(self, token_ids: list[int]) -> None:
         """Cuts the output head to these tokens, from the next step on. Raises ConfigError where that is impossible."""

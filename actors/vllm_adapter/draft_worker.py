@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +61,10 @@ class CutHead:
         self._weight.index_copy_(0, slots, self._whole.detach()[tokens])
         self._subset = None
 
+    def forbid(self, logits: Tensor, token_id: int) -> None:
+        """Sets the logit of a token to minus infinity, where it has a column."""
+        logits.masked_fill_(self._ids == token_id, -math.inf)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits, [rows, N], of hidden states, [rows, hidden size]."""
         bias = None if self._bias is None else self._bias[self._ids]
@@ -67,12 +74,18 @@ class CutHead:
         return logits if self._scale == 1.0 else logits * self._scale
 
 
+def _of_row(drawn: list[Drawn]) -> Drawn | None:
+    """Returns the first of a row's draws, with the others in it."""
+    return replace(drawn[0], at_masks=tuple(drawn[1:])) if drawn else None
+
+
 class DraftWorker(worker_class()):  # type: ignore[misc]
     """Adds draft steps, weights of a version and a cut head to vLLM's worker."""
 
     _paged: PagedForward | None = None
     _head: CutHead | None = None
     _adapters: Sequence[LoRARequest] = ()
+    _mask_id: int | None = None
     _graph_hits: Counter[str]
 
     @torch.inference_mode()
@@ -84,7 +97,7 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         """
         forward = self._paged
         if forward is None:
-            forward = self._paged = PagedForward(self.model_runner, self._adapters)
+            forward = self._paged = PagedForward(self.model_runner, self._adapters, self._mask_id or 0)
         for copies in (plan.restores, plan.copies):
             if copies:
                 forward.copy_blocks(copies)
@@ -102,9 +115,13 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
             return [None] * len(plan.rows) if self.rank == 0 else []
         if head is None and plan.num_drawable is not None:
             logits = logits[:, : plan.num_drawable].contiguous()
-        draws = [row.draw for row in plan.rows if row.draw is not None]
+        if self._mask_id is not None and head is not None:
+            head.forbid(logits, self._mask_id)
+        elif self._mask_id is not None:
+            logits[:, self._mask_id : self._mask_id + 1] = -math.inf
+        draws = [one for row in plan.rows for one in row.draws]
         drawn = iter(draw(logits, draws, None if head is None else head.subset))
-        return [None if row.draw is None else next(drawn) for row in plan.rows]
+        return [_of_row(list(itertools.islice(drawn, len(row.draws)))) for row in plan.rows]
 
     def load_weights_of_version(self, tensors: dict[str, Tensor]) -> None:
         """Replaces the named weights. vLLM shards and packs them as when it loaded the checkpoint."""
@@ -115,6 +132,10 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         self._adapters = [LoRARequest(path, number, path) for number, path in enumerate(paths, start=1)]
         for adapter in self._adapters:
             self.add_lora(adapter)
+
+    def set_mask(self, mask_id: int) -> None:
+        """Sets the token of masks, which is never drawn. Call it before the first step."""
+        self._mask_id = mask_id
 
     def cut_head(self, token_ids: list[int]) -> None:
         """Cuts the output head to these tokens."""

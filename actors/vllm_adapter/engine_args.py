@@ -12,6 +12,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from outrider.actors.vllm_adapter.answer_parsers import AUTO, answer_parsers
 from outrider.actors.vllm_adapter.async_drafts import AsyncDraftVllmConfig
+from outrider.actors.vllm_adapter.path_rows import num_path_rows
 from outrider.actors.vllm_adapter.pipeline_stages import StagedVllmConfig
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.device_defaults import CPU_KV_CACHE_BYTES
@@ -96,6 +97,9 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
 def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     """Returns vLLM's engine arguments for the target, except those of its ranks and those that need the checkpoint."""
     args = _common(config.target)
+    if rows := num_path_rows(config):
+        args.setdefault("max_num_active_seqs", config.target.max_num_seqs)
+        args["max_num_seqs"] += rows
     args["pipeline_parallel_size"] = config.target.pipeline_parallel_size
     if config.target.serves_lora:
         args |= _lora_arguments(config.target.max_loras, config.target.max_lora_rank)

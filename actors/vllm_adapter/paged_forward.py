@@ -29,8 +29,9 @@ from outrider.actors.vllm_adapter.draft_graphs import graphs_of
 class PagedForward:
     """Computes one step of the draft model. Every rank of a tensor-parallel model calls it with the same rows."""
 
-    def __init__(self, runner: Any, adapters: Sequence[LoRARequest] = ()) -> None:
-        """runner: vLLM's V1 model runner, loaded, with its KV cache and graphs. adapters: the LoRA adapters it has."""
+    def __init__(self, runner: Any, adapters: Sequence[LoRARequest] = (), mask_id: int = 0) -> None:
+        """runner: vLLM's V1 model runner, loaded, with its KV cache and graphs. adapters: the LoRA adapters it has.
+        mask_id: the token of masks."""
         self._model, self._config, self._device = runner.model, runner.vllm_config, runner.device
         self._kv_caches = runner.kv_caches
         self._num_blocks: int = runner.kv_cache_config.num_blocks
@@ -41,6 +42,7 @@ class PagedForward:
             _BlockTables(index, runner.input_batch.block_table[index], for_graphs=self._graphs is not None)
             for index in range(len(self._groups))
         ]
+        self._mask_id = mask_id
         self._adapters = {adapter.lora_int_id: adapter for adapter in adapters}
         self._runner, self._num_used = runner, 0
         self._in_one_launch = None
@@ -61,11 +63,11 @@ class PagedForward:
             copy_kv_cache_blocks_inplace(self._kv_caches, self._num_blocks, copies)
 
     def __call__(self, rows: Sequence[StepRow]) -> Tensor:
-        """Feeds every row, and returns the hidden states after the last token of each row with a draw.
+        """Feeds every row and its masks, and returns the hidden states at which each row draws, in order.
 
         They have the shape [draws, hidden size].
         """
-        batch = _Batch.of(rows)
+        batch = _Batch.of(rows, self._mask_id)
         # A target's vocabulary may be padded further than the draft model's, whose last row stands for the rest.
         np.minimum(batch.token_ids, self._last_id, out=batch.token_ids)
         if self._adapters:
@@ -74,7 +76,7 @@ class PagedForward:
         max_seq_len = int(seq_lens.max())
         new_tables = [tables.update(rows, max_seq_len) for tables in self._tables]
         slots = [tables.slots(batch.row_of, batch.positions) for tables in self._tables]
-        drawn = query_start[1:][[row.draw is not None for row in rows]].astype(np.int64) - 1
+        drawn = batch.drawn
         graphs, graph, num_tokens = self._graphs, None, total
         if graphs is not None:
             graph = graphs.choose(total, batch.longest == 1, self._num_used)
@@ -124,8 +126,8 @@ class PagedForward:
     def _choose_adapters(self, rows: Sequence[StepRow]) -> None:
         """Sets the LoRA adapter of each token and of each row of logits in vLLM's layers."""
         numbers = [row.adapter if row.adapter in self._adapters else 0 for row in rows]
-        of_tokens = tuple(number for number, row in zip(numbers, rows, strict=True) for _ in row.token_ids)
-        of_draws = tuple(number for number, row in zip(numbers, rows, strict=True) if row.draw is not None)
+        of_tokens = tuple(number for number, row in zip(numbers, rows, strict=True) for _ in range(row.num_fed))
+        of_draws = tuple(number for number, row in zip(numbers, rows, strict=True) for _ in row.draws)
         used = {self._adapters[number] for number in set(numbers) if number}
         self._runner._set_active_loras(of_draws, of_tokens, used)
         self._num_used = len(used)
@@ -155,9 +157,10 @@ class PagedForward:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Holds the tokens of all rows, concatenated.
+    """Holds the tokens of all rows and their masks, concatenated.
 
-    query_start: int32 [rows + 1]; seq_lens: int32 [rows], including the tokens fed; row_of, positions: [tokens].
+    query_start: int32 [rows + 1]; seq_lens: int32 [rows], including the tokens fed; row_of, positions: [tokens]; drawn:
+    int64 [draws], the tokens after which something is drawn.
     """
 
     token_ids: np.ndarray
@@ -166,22 +169,28 @@ class _Batch:
     query_start: np.ndarray
     seq_lens: np.ndarray
     longest: int
+    drawn: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[StepRow]) -> _Batch:
+    def of(cls, rows: Sequence[StepRow], mask_id: int) -> _Batch:
         count = len(rows)
         starts = np.array([row.start for row in rows], np.int64)
-        lengths = [len(row.token_ids) for row in rows]
+        lengths = [row.num_fed for row in rows]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        drawn = np.array(
+            [end - back for row, end in zip(rows, ends, strict=True) for back in range(len(row.draws), 0, -1)], np.int64
+        )
         longest, seq_lens = max(lengths), (starts + lengths).astype(np.int32)
         if longest == 1:
             tokens = np.array([row.token_ids[0] for row in rows], np.int32)
-            return cls(tokens, starts, np.arange(count), np.arange(count + 1, dtype=np.int32), seq_lens, 1)
+            return cls(tokens, starts, np.arange(count), np.arange(count + 1, dtype=np.int32), seq_lens, 1, drawn)
         query_start = np.zeros(count + 1, np.int32)
-        np.cumsum(lengths, out=query_start[1:])
+        query_start[1:] = ends
         row_of = np.repeat(np.arange(count), lengths)
         positions = (starts - query_start[:-1])[row_of] + np.arange(sum(lengths))
-        tokens = np.concatenate([np.asarray(row.token_ids, np.int32) for row in rows])
-        return cls(tokens, positions, row_of, query_start, seq_lens, longest)
+        fed = [[*row.token_ids, *[mask_id] * len(row.at_masks)] if row.at_masks else row.token_ids for row in rows]
+        tokens = np.concatenate([np.asarray(of_row, np.int32) for of_row in fed])
+        return cls(tokens, positions, row_of, query_start, seq_lens, longest, drawn)
 
 
 class _BlockTables:

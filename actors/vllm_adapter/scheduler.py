@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.round.scheduling import MAX_OVERTAKING_S, Deadlines, FairOrder, prefill_threshold
 from outrider.actors.vllm_adapter.async_drafts import AsyncDraftScheduler
+from outrider.actors.vllm_adapter.path_rows import PathReserve
 from outrider.actors.vllm_adapter.pipeline_stages import StagedScheduling
 from outrider.actors.vllm_adapter.structured_outputs import serve_both
 
@@ -130,7 +131,7 @@ class RoundScheduler(RoundScheduling, StagedScheduling, FairScheduling, Schedule
     """Schedules one step at a time."""
 
 
-class AsyncDraftRoundScheduler(RoundScheduling, AsyncDraftScheduler, FairScheduling, AsyncScheduler):
+class AsyncDraftRoundScheduler(RoundScheduling, AsyncDraftScheduler, FairScheduling, PathReserve, AsyncScheduler):
     """Schedules a step while the one before it runs, with drafts of a remote drafter."""
 
 

@@ -27,7 +27,9 @@ from outrider.actors.verification.batch import Status
 from outrider.actors.verification.transfer import in_one_read
 from outrider.actors.vllm_adapter import async_drafts, pipeline_stages
 from outrider.actors.vllm_adapter.overlap import UNREAD, LaterOutput, Overlap
+from outrider.actors.vllm_adapter.path_rows import PathRows
 from outrider.actors.vllm_adapter.target_sampler import TargetSampler, reads_output
+from outrider.cluster.config import SpeculationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class RoundRunner:
         self._statuses: torch.Tensor | None = None
         """The statuses of a step that overlaps with the next one, on their way to the host."""
 
+        self._path_rows: PathRows | None = None
         self._step = Step(0, 0, 0, False, {})
         self._status: list[int] | None = None
         self._slots: dict[str, int] = {}
@@ -72,6 +75,8 @@ class RoundRunner:
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         step = self._step = _step(self._step.number + 1, scheduler_output)
         step.overlaps = self._overlap is not None
+        if self._path_rows is not None:
+            self._path_rows.remove(scheduler_output)
         if not self._runs_ahead:
             # vLLM gives a waiting request that needs one token room for drafts that were never proposed.
             step.allowed = {request_id: 0 for request_id, draft in step.drafts.items() if draft.ids[0] == UNUSABLE}
@@ -104,7 +109,8 @@ class RoundRunner:
             self._report(output, self._status, np.flatnonzero(discarded))
         step.target_s += time.perf_counter() - started
         if self.round is not None:
-            committed = dict(zip(output.req_ids, output.sampled_token_ids, strict=False))
+            rows = zip(output.req_ids, output.sampled_token_ids, strict=False)
+            committed = {row_id: token_ids for row_id, token_ids in rows if row_id not in step.path_rows}
             if self._hidden_state_drafter is not None and ran is not None:
                 self._hidden_state_drafter.keep_hidden(ran.sample_hidden_states, self._last_rows(committed))
             self.round.commit(step, committed)
@@ -160,9 +166,10 @@ class RoundRunner:
                 for request_id in request_ids
             ]
             chosen = self.round.settle(step, request_ids, room)  # and the drafts are the step's, with their q
+        paths = [(request_id, list(path.token_ids)) for request_id, path in step.paths]
         group = get_tp_group()
-        if group.world_size > 1:
-            chosen = group.broadcast_object(chosen)  # rank 0's, over shared memory where the ranks share a node
+        if group.world_size > 1:  # rank 0's, over shared memory where the ranks share a node
+            chosen, paths = group.broadcast_object((chosen, paths))
         drafts = dict(zip(request_ids, chosen, strict=True))
         if self.round is None:
             step.drafts = {request_id: Draft(list(ids)) for request_id, ids in drafts.items() if ids}
@@ -172,10 +179,17 @@ class RoundRunner:
             drafts,
             {request_id: known[request_id].num_tokens for request_id in scheduled.scheduled_cached_reqs.req_ids},
         )
+        if self._path_rows is not None:
+            self._path_rows.add(scheduled, step, paths)
         step.count(scheduled.num_scheduled_tokens)
 
+    def keep_path_rows(self, speculation: SpeculationConfig) -> None:
+        """Verifies several paths of a draft tree from now on. The KV cache has been allocated."""
+        self._path_rows = PathRows(self, speculation)
+
     def _draft_ids(self) -> dict[str, list[int]]:
-        return {request_id: list(draft.ids) for request_id, draft in self._step.drafts.items()}
+        drafts = self._step.drafts.items()
+        return {row_id: list(draft.ids) for row_id, draft in drafts if row_id not in self._step.path_rows}
 
     def _cut_by(self, grammar_output: Any) -> None:
         """Marks drafts beyond the last one that a grammar allows: there are no masks for them."""
@@ -215,6 +229,8 @@ class RoundRunner:
             chosen, *parts = in_one_read([chosen, *logprobs[:3]])
             output.logprobs_tensors = LogprobsTensors(*parts)
         output.sampled_token_ids = chosen[:, :-1]
+        if self._path_rows is not None:
+            self._path_rows.take_best(self._step, request_ids, output.sampled_token_ids, output.logprobs_tensors)
         if self.round is not None:
             self._status = chosen[:, -1].tolist()
         return output
@@ -296,6 +312,8 @@ class RoundRunner:
         failed = {}
         for index, status in enumerate(statuses):
             request_id = output.req_ids[index]
+            if request_id in self._step.path_rows:  # without it the request has what its own row chose
+                continue
             if status & Status.BAD_LOGITS and index not in discarded:
                 failed[request_id] = 1
                 output.sampled_token_ids[index] = []  # where steps overlap an id stands in for it

@@ -27,8 +27,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from outrider.actors.round.request import Request
-from outrider.actors.round.round import Step
+from outrider.actors.round.request import Draft, Request
 from outrider.actors.verification.batch import Sampling, VerificationBatch
 from outrider.actors.verification.dispatch import kernel_for
 from outrider.actors.verification.transfer import to_device
@@ -53,19 +52,24 @@ class TargetSampler:
         """The rows that the processors were last told of."""
 
     def __call__(
-        self, logits: Tensor, requests: Sequence[Request], step: Step, metadata: SamplingMetadata
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        drafts: Sequence[Draft],
+        width: int,
+        metadata: SamplingMetadata,
     ) -> SamplerOutput:
         """Chooses a step's tokens.
 
-        Returns, with logprobs where a request asked for them, int32 [B, step.width + 1]: the committed ids padded with
+        Returns, with logprobs where a request asked for them, int32 [B, width + 1]: the committed ids padded with
         -1, then the request's `verification.batch.Status`, so that one read of the device gives both.
 
         Args:
-            logits: [R, V], request after request, a row for each draft of the step and one more, changed in place.
-            metadata: vLLM's, of the same requests.
+            logits: [R, V], request after request, a row for each of its drafts and one more, changed in place.
+            requests: one stands here several times where several paths of its draft tree are verified.
+            metadata: vLLM's, of the same rows.
         """
         logits = logits.to(torch.float32)
-        drafts = [step.draft(request.request_id) for request in requests]
         ids = [draft.ids for draft in drafts]
         raw, wants_logprobs = logits, metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
         if _is_processed(requests, metadata):
@@ -80,7 +84,7 @@ class TargetSampler:
             [draft.q for draft in drafts],
         )
         result = self._verify(batch)
-        chosen = torch.nn.functional.pad(result.token_ids, (0, step.width + 1 - result.token_ids.shape[1]), value=-1)
+        chosen = torch.nn.functional.pad(result.token_ids, (0, width + 1 - result.token_ids.shape[1]), value=-1)
         chosen[:, -1] = result.status
         logprobs = None
         if wants_logprobs:

@@ -97,7 +97,8 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         tracer = process_tracer("verifier") if drafts else None
         learn = config.drafter.learn if isinstance(config.drafter, DraftModelConfig) else None
         deployment = Deployment(
-            verification=config.speculation.verification,
+            verification=config.speculation.default_verification,
+            num_paths=config.speculation.num_paths,
             num_speculative_tokens=config.num_speculative_tokens if drafts else 0,
             draft_top_n=config.speculation.draft_top_n,
             vocab_size=self.model_config.get_vocab_size(),
@@ -146,6 +147,12 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         if output is None and not scheduler_output.has_structured_output_requests:
             output = self.sample_tokens(None)
         return output
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        speculation = OutriderConfig.model_validate(self.vllm_config.additional_config["outrider"]).speculation
+        if speculation.num_paths > 1:
+            self.model_runner.keep_path_rows(speculation)
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

@@ -23,6 +23,7 @@ from outrider.cluster.link.messages import (
     Proposals,
     TrainingSample,
 )
+from outrider.cluster.modes import MAX_PATHS
 
 PAYLOAD_TOKENS = 1 << 18
 """A payload is closed when its prompts have so many tokens: after a new link all requests are opened at once."""
@@ -81,6 +82,10 @@ def _check(message: Message, vocab_size: int, max_tokens_k: int) -> None:
     elif isinstance(message, Proposals):
         _check_count("Proposals.token_ids", len(message.token_ids), max_tokens_k)
         _check_ids("Proposals.token_ids", message.token_ids, vocab_size)
+        _check_count("Proposals.paths", len(message.paths), MAX_PATHS - 1)
+        for path in message.paths:
+            _check_count("Proposals.paths", len(path.token_ids), max_tokens_k)
+            _check_ids("Proposals.paths", path.token_ids, vocab_size)
         if message.q is not None:
             _check_array("Proposals.q_ids", message.q.ids, vocab_size)
     elif isinstance(message, PrefetchedProposal):

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from outrider.cluster.link.frame import MAX_INT31
-from outrider.cluster.modes import Mode
+from outrider.cluster.modes import MAX_PATHS, Mode
 
 Q_SUM_TOLERANCE = 1e-3
 """How far the probabilities of a row of q, float32, may sum to something else than 1."""
@@ -169,6 +169,7 @@ class Open(_Message, tag=1):
     prompt_len: tokens of the whole prompt, all pieces together.
     offset: tokens of the prompt before this piece.
     sampling: that of the piece at offset 0 counts.
+    num_paths: paths of a proposal that the verifier can take, see Proposals.paths.
     """
 
     request: int
@@ -177,6 +178,7 @@ class Open(_Message, tag=1):
     token_ids: Sequence[int]
     num_speculative_tokens: int
     sampling: DraftSampling
+    num_paths: int = 1
 
     def __post_init__(self) -> None:
         _check_int31("Open.request", self.request)
@@ -189,6 +191,8 @@ class Open(_Message, tag=1):
                 "Open.offset", f"{self.offset} with {count} tokens is outside a prompt of {self.prompt_len}"
             )
         _check_int31("Open.num_speculative_tokens", self.num_speculative_tokens)
+        if not 1 <= self.num_paths <= MAX_PATHS:
+            raise MessageError("Open.num_paths", f"{self.num_paths} is not in 1 to {MAX_PATHS}")
 
 
 class Commit(_Message, tag=2):
@@ -279,6 +283,23 @@ class SparseQ(msgspec.Struct, eq=False, array_like=True, forbid_unknown_fields=T
     __hash__ = None  # type: ignore[assignment]
 
 
+class DraftPath(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Holds another continuation of the text than a proposal's main line: a path from a draft tree's root to a leaf.
+
+    token_ids: all its tokens, those it shares with the main line included. gain: tokens that are expected to be
+    accepted beyond what the main line and the paths before this one bring.
+    """
+
+    token_ids: Sequence[int]
+    gain: float
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise MessageError("Proposals.paths", "a path has no tokens")
+        if not 0 <= self.gain <= len(self.token_ids):  # NaN fails
+            raise MessageError("Proposals.paths", f"a gain of {self.gain} with {len(self.token_ids)} tokens")
+
+
 class Proposals(_Message, tag=4):
     """Carries draft tokens for one request, 0 to K of them; none unless `status` is OK.
 
@@ -287,6 +308,7 @@ class Proposals(_Message, tag=4):
     q: what the drafts were sampled from, when the verifier shall reject against it.
     origin: whether the outcome was drafted for ahead. step_us: what a step of the drafter takes now, microseconds; 0
     where nothing is known.
+    paths: further paths of the draft tree whose main line token_ids is, the best first; none with a q.
     """
 
     request: int
@@ -296,6 +318,7 @@ class Proposals(_Message, tag=4):
     q: SparseQ | None = None
     origin: DraftOrigin = DraftOrigin.NONE
     step_us: int = 0
+    paths: tuple[DraftPath, ...] = ()
 
     def __post_init__(self) -> None:
         _check_int31("Proposals.request", self.request)
@@ -303,7 +326,11 @@ class Proposals(_Message, tag=4):
         _check_int31("Proposals.step_us", self.step_us)
         if len(self.token_ids) and self.status is not ProposalStatus.OK:
             raise MessageError("Proposals.token_ids", f"{len(self.token_ids)} ids with status {self.status.name}")
+        if self.paths and not len(self.token_ids):
+            raise MessageError("Proposals.paths", "there is no main line")
         if self.q is not None:
+            if self.paths:
+                raise MessageError("Proposals.paths", "a proposal with a q is a chain")
             if len(self.q.ids) != len(self.token_ids):
                 raise MessageError("Proposals.q_ids", f"{len(self.q.ids)} rows for {len(self.token_ids)} drafts")
             drafts = np.asarray(self.token_ids)[:, None]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
+from outrider.cluster.vocabulary import mask_token
 from outrider.deploy.cli.arguments import address, positive
 
 DEFAULT_KS = (2, 3, 4, 6)
@@ -121,7 +122,7 @@ def drafts_in_one_pass(model: str) -> bool:
         known, _ = PretrainedConfig.get_config_dict(model)
     except OSError:  # nowhere to be found, as the server will say
         return False
-    return any(known.get(key) is not None for key in ("pard_token", "ptd_token_id", "mask_token_id"))
+    return mask_token(known) is not None
 
 
 def with_cores(config: OutriderConfig, **sets: list[list[int]] | None) -> OutriderConfig:

@@ -22,7 +22,7 @@ from outrider.deploy.preset import locate
 
 logger = logging.getLogger("outrider")
 
-SPECULATION_KEYS = ("verification", "draft_top_n", "adaptive", "draft_ahead", "max_side_branches")
+SPECULATION_KEYS = ("num_paths", "verification", "draft_top_n", "adaptive", "draft_ahead", "max_side_branches")
 """Keys of the ``speculation`` section that may stand in ``speculative_config``, beside vLLM's own."""
 
 RANKS_ARE_RAY_ACTORS = ("distributed_executor_backend", "disable_log_stats")
@@ -125,8 +125,7 @@ def _sections(speculative: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
             if given.get(name) == 1:
                 del given[name]
         return given, speculation
-    remote = method in REMOTE_METHODS and not given.get("parallel_drafting")  # one-pass drafting is vLLM's own
-    placement = given.setdefault("placement", "with_target" if remote else "co_located")
+    placement = given.setdefault("placement", "with_target" if method in REMOTE_METHODS else "co_located")
     if method == "suffix":  # vLLM's default
         given.setdefault("num_speculative_tokens", given.get("suffix_decoding_max_tree_depth", 24))
     if placement == "co_located":

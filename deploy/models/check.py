@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from outrider.actors.learning.draft_models import SUPPORTED
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, MLPSpeculatorConfig, OutriderConfig
-from outrider.cluster.vocabulary import read_vocabulary
+from outrider.cluster.vocabulary import mask_token, read_vocabulary
 from outrider.deploy.models.fetch import FetchError, fetch_from_hub
 from outrider.deploy.models.identity import check_made_for
 
@@ -44,6 +44,7 @@ def check_models(config: OutriderConfig) -> None:
         return
     drafter = read_model_json(config.drafter, "drafter")
     _check_sizes(drafter, config.drafter, "drafter")
+    mask_token(drafter, config.drafter.parallel_drafting)
     if num_common_tokens(config) is None:
         tokens = [read_vocabulary(each.model) for each in (config.target, config.drafter)]
         if vocab_size(target) != vocab_size(drafter):  # only the tokenizers of hub ids can tell why
@@ -213,6 +214,8 @@ def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
         problem = f": drafter.model is a {architecture}; {', '.join(SUPPORTED)} can be trained"
     elif (how := drafter.get("quantization_config")) is not None:
         problem = f": drafter.model's weights are quantised ({how.get('quant_method')}); leave learn out"
+    elif mask_token(drafter, config.drafter.parallel_drafting) is not None:
+        problem = ": drafter.model drafts in one pass, which is not trained; set drafter.parallel_drafting: false"
     elif config.serving.tenant_isolation:
         problem = ": serving.tenant_isolation keeps answers from all others; leave one of the two out"
     elif learn.general is not None and not any(Path(learn.general).expanduser().glob("batch-*.safetensors")):

@@ -22,12 +22,12 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from tests.support.cluster.hosts import GIVES_NODES_UP, LOADED_WITHIN_S
 
 from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
 from outrider.cluster.config import parse_config
 from outrider.deploy.ports import pick_free_port
 from tests.support.cluster.clusters import actor_nodes, served_on
+from tests.support.cluster.hosts import GIVES_NODES_UP, LOADED_WITHIN_S
 from tests.support.cluster.processes import PROXY, counted
 from tests.support.cluster.serving import HANG_GUARD_S, Deployment, Models, engine, wait_until
 from tests.support.cluster.wire import HERE, THERE, Host, can_make_hosts

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.actors.round.request import Draft, Request, sampling_of
-from outrider.actors.round.round import UNUSABLE, Step
+from outrider.actors.round.round import UNUSABLE
 from outrider.actors.verification.batch import Status
 from outrider.cluster.link.messages import SparseQ
 
@@ -65,17 +65,11 @@ def requests_of(*all_params, drafts=DRAFTS, q=None):
     return made
 
 
-def step_of(parts, width=None):
-    """width: taken from a request of another step's, if it is more than these need."""
-    drafts = {part.request.request_id: Draft(part.drafts, part.q) for part in parts if part.drafts}
-    if width is not None:
-        drafts["elsewhere"] = Draft([0] * (width - 1))
-    return Step(1, len(parts), len(parts), True, drafts)
-
-
 def choose(sampler, logits, parts, width=None):
-    """Tokens and status, which come in one tensor."""
-    output = sampler(logits, [part.request for part in parts], step_of(parts, width), metadata_of(parts))
+    """Tokens and status, which come in one tensor. width: if it is more than these need."""
+    drafts = [Draft(part.drafts, part.q) for part in parts]
+    width = width or max(2, *(len(part.drafts) + 1 for part in parts), 0)
+    output = sampler(logits, [part.request for part in parts], drafts, width, metadata_of(parts))
     chosen = output.sampled_token_ids
     output.sampled_token_ids = chosen[:, :-1]
     return output, chosen[:, -1]

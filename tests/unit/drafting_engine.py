@@ -5,10 +5,12 @@ checks all of it.
 """
 
 from collections import OrderedDict
+from dataclasses import replace
 
 from outrider.actors.drafter.engine import Drawn
 
 VOCAB = 1000
+MASK = VOCAB + 1
 
 
 def drawn_token(tokens, round_start=0, rank=0):
@@ -24,8 +26,16 @@ def continuation(tokens, count, samples_q=False):
     return text[len(tokens) :]
 
 
+def one_pass_continuation(tokens, count, samples_q=False):
+    """The same where it is drafted in one pass: after the text, then after masks behind it."""
+    start = len(tokens) if samples_q else 0
+    return [drawn_token([*tokens, *[MASK] * index], start) for index in range(count)]
+
+
 class MemoryEngine:
     """Implements Engine and fails on what a GPU would let pass."""
+
+    one_pass = False
 
     def __init__(self, num_blocks=1000, max_model_len=500, max_num_batched_tokens=2048, block_size=4):
         self.max_model_len, self.max_num_batched_tokens = max_model_len, max_num_batched_tokens
@@ -112,13 +122,13 @@ class MemoryEngine:
     def run(self, plan):
         self.plans.append(plan)
         assert plan.rows
-        assert sum(len(row.token_ids) for row in plan.rows) <= self.max_num_batched_tokens
+        assert sum(row.num_fed for row in plan.rows) <= self.max_num_batched_tokens
         for copies in (plan.restores, plan.copies):
             sources = [(target, dict(self.memory.get(source, {}))) for source, target in copies]
             self.memory.update(sources)
             assert all(target not in self.free for _, target in copies), "a copy into a block that nobody holds"
         for row in plan.rows:
-            for position, token in enumerate(row.token_ids, row.start):
+            for position, token in enumerate([*row.token_ids, *[MASK] * len(row.at_masks)], row.start):
                 self._slot(row, position, token)
         return [self._row(row) for row in plan.rows]
 
@@ -131,7 +141,12 @@ class MemoryEngine:
         return self.memory[block][position % size]
 
     def _row(self, row):
-        return None if row.draw is None else self._drawn(row, row.draw, row.start + len(row.token_ids))
+        if row.draw is None:
+            return None
+        first, *others = [
+            self._drawn(row, draw, end) for end, draw in enumerate(row.draws, len(row.token_ids) + row.start)
+        ]
+        return replace(first, at_masks=tuple(others))
 
     def _drawn(self, row, draw, end):
         assert end == draw.position < self.max_model_len

@@ -655,7 +655,7 @@ class LengthDecisions(_message.Message):
     def __init__(self, speculating: _Optional[bool] = ..., switches: _Optional[int] = ..., chosen_lengths: _Optional[_Mapping[int, int]] = ..., probes: _Optional[int] = ..., step_fixed_ms: _Optional[float] = ..., step_per_token_ms: _Optional[float] = ..., step_uneven_ms: _Optional[float] = ..., draft_step_ms: _Optional[float] = ..., origins: _Optional[_Mapping[str, float]] = ..., acceptance_by_position: _Optional[_Iterable[float]] = ..., expected_rate: _Optional[float] = ..., expected_plain_rate: _Optional[float] = ...) -> None: ...
 
 class RoundStatistics(_message.Message):
-    __slots__ = ("rounds", "drafted_rounds", "drafted", "accepted", "mean_acceptance_length", "acceptance_rate", "late_rounds", "dropped_proposals", "median", "refused_proposals", "proposals", "proposal_bytes", "main_line_hits", "side_branch_hits", "misses", "draft_step_ms", "lengths", "foreseen")
+    __slots__ = ("rounds", "drafted_rounds", "drafted", "accepted", "mean_acceptance_length", "acceptance_rate", "late_rounds", "dropped_proposals", "median", "refused_proposals", "proposals", "proposal_bytes", "main_line_hits", "side_branch_hits", "misses", "draft_step_ms", "lengths", "foreseen", "path_rounds", "path_rows", "path_tokens")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -674,6 +674,9 @@ class RoundStatistics(_message.Message):
     DRAFT_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     FORESEEN_FIELD_NUMBER: _ClassVar[int]
+    PATH_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    PATH_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PATH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     drafted_rounds: int
     drafted: int
@@ -692,7 +695,10 @@ class RoundStatistics(_message.Message):
     draft_step_ms: float
     lengths: LengthDecisions
     foreseen: int
-    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., acceptance_rate: _Optional[float] = ..., late_rounds: _Optional[int] = ..., dropped_proposals: _Optional[int] = ..., median: _Optional[_Union[RoundTime, _Mapping]] = ..., refused_proposals: _Optional[int] = ..., proposals: _Optional[int] = ..., proposal_bytes: _Optional[int] = ..., main_line_hits: _Optional[int] = ..., side_branch_hits: _Optional[int] = ..., misses: _Optional[int] = ..., draft_step_ms: _Optional[float] = ..., lengths: _Optional[_Union[LengthDecisions, _Mapping]] = ..., foreseen: _Optional[int] = ...) -> None: ...
+    path_rounds: int
+    path_rows: int
+    path_tokens: int
+    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., acceptance_rate: _Optional[float] = ..., late_rounds: _Optional[int] = ..., dropped_proposals: _Optional[int] = ..., median: _Optional[_Union[RoundTime, _Mapping]] = ..., refused_proposals: _Optional[int] = ..., proposals: _Optional[int] = ..., proposal_bytes: _Optional[int] = ..., main_line_hits: _Optional[int] = ..., side_branch_hits: _Optional[int] = ..., misses: _Optional[int] = ..., draft_step_ms: _Optional[float] = ..., lengths: _Optional[_Union[LengthDecisions, _Mapping]] = ..., foreseen: _Optional[int] = ..., path_rounds: _Optional[int] = ..., path_rows: _Optional[int] = ..., path_tokens: _Optional[int] = ...) -> None: ...
 
 class RoundTime(_message.Message):
     __slots__ = ("period_ms", "target_ms", "draft_ms", "wait_ms", "other_ms", "samples")

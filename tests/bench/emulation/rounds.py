@@ -139,7 +139,10 @@ class RoundTimes:
 
 
 class _Runs:
-    """A target's steps cut into requests: rows of one lane at positions that follow each other."""
+    """A target's steps cut into requests: rows of one lane at positions that follow each other.
+
+    Paths of a request's draft tree begin at the same position; its longest one stands for all.
+    """
 
     def __init__(self, target: Trace) -> None:
         rows, forward = target.rows, target.forward_of_row()
@@ -153,9 +156,11 @@ class _Runs:
         runs["forward"], runs["lane"], runs["length"] = forward[start], lane[start], length
         runs["position"], runs["token"] = rows["position"][start], rows["token"][start]
         runs["last_token"] = rows["token"][start + length - 1]
-        self._runs = np.sort(runs, order=("forward", "lane", "position"))
+        runs = np.sort(runs, order=("forward", "lane", "position", "length"))
+        same = [runs[name][1:] == runs[name][:-1] for name in ("forward", "lane", "position")]
+        self._runs = runs[~np.append(np.logical_and.reduce(same), False)]
         count = len(target.forwards)
-        self._per_forward = np.bincount(runs["forward"], minlength=count)
+        self._per_forward = np.bincount(self._runs["forward"], minlength=count)
         self._prompt_rows = np.bincount(forward, rows["token"] < FIRST_WRITTEN_ID, minlength=count)
         self._first_run = np.cumsum(self._per_forward) - self._per_forward
 

@@ -28,7 +28,10 @@ from tests.bench.emulation.load import ClosedLoop, Load, prompt
 from tests.bench.emulation.pair import EmulatedPair
 
 STOP_LIMIT_S = 90.0
-COUNTS = ("drafted_rounds", "accepted", "late_rounds", "main_line_hits", "side_branch_hits", "misses")
+COUNTS = (
+    "drafted_rounds", "accepted", "late_rounds", "main_line_hits", "side_branch_hits", "misses", "path_rounds",
+    "path_rows", "path_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

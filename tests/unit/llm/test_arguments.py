@@ -42,6 +42,10 @@ METHODS = {
     ),
     "drafting in one pass": (
         {"method": "draft_model", "model": "d", "parallel_drafting": True},
+        {"placement": "with_target", "parallel_drafting": True},
+    ),
+    "drafting in one pass beside the target": (
+        {"method": "draft_model", "model": "d", "parallel_drafting": True, "placement": "co_located"},
         {"placement": "co_located", "parallel_drafting": True},
     ),
     "mtp": ({"method": "deepseek_mtp", "num_speculative_tokens": 2}, {"placement": "co_located"}),

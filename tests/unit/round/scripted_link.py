@@ -201,10 +201,8 @@ class Engine:
         self.drafter.flush()
         return [message for message in self.link.sent if isinstance(message, kind)]
 
-    def _choose(self, logits, requests, step, metadata):
-        self.verified.append(
-            {r.request_id: (step.draft(r.request_id).ids, step.draft(r.request_id).q) for r in requests}
-        )
+    def _choose(self, logits, requests, drafts, width, metadata):
+        self.verified.append({r.request_id: (d.ids, d.q) for r, d in zip(requests, drafts, strict=True)})
 
 
 def opened(engine, request_id="a", ready=True, of=GREEDY):

@@ -192,7 +192,7 @@ def test_a_step_s_time_has_its_wait_for_drafts_and_its_cost_has_not():
 
 # The length controller.
 
-CONTROLLER = ("choose", "observe_answer", "observe_round", "observe_step", "rates", "snapshot", "track")
+CONTROLLER = ("choose", "observe_answer", "observe_round", "observe_step", "rates", "row_price", "snapshot", "track")
 
 
 @pytest.mark.parametrize("fails", CONTROLLER)

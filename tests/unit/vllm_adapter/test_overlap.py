@@ -73,8 +73,8 @@ def rig(monkeypatch):
     engine, runner = Engine(), Runner()
     rig = SimpleNamespace(engine=engine, runner=runner, chosen=[], rows=[[50, Status.OK]])
 
-    def choose(logits: Any, requests: list[Request], step: Any, metadata: Any) -> Any:
-        assert step.width == 1
+    def choose(logits: Any, requests: list[Request], drafts: Any, width: int, metadata: Any) -> Any:
+        assert width == 1
         rig.chosen.append([list(each.token_ids) for each in requests])
         return SimpleNamespace(sampled_token_ids=torch.tensor(rig.rows, dtype=torch.int32), logprobs_tensors=None)
 
