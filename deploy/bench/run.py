@@ -199,4 +199,5 @@ def _name(speculative: Mapping[str, Any] | None) -> str:
 
 
 def _served(args: argparse.Namespace, source: str, progress: Progress) -> OutriderConfig:
-    return prepare(argparse.Namespace(**{**vars(args), "config": source, "grpc_port": 0, "http_port": 0}), progress)
+    served: dict[str, Any] = {"config_file": source, "config": None, "flags": [], "grpc_port": 0, "http_port": 0}
+    return prepare(argparse.Namespace(**{**vars(args), **served}), progress)

@@ -47,7 +47,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
 def given_own_flags(own: argparse.Namespace) -> list[str]:
     """Returns those of the flags of ``add_own_flags`` that are given, as they are written."""
     names = ("drafter_tensor_parallel_size", "drafter_placement", "num_replicas")
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(own, name) is not None]
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(own, name, None) is not None]
 
 
 def config_from_flags(model: str, own: argparse.Namespace, flags: Sequence[str]) -> OutriderConfig:

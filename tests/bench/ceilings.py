@@ -79,6 +79,11 @@ class Tree:
     def __init__(self, drafted: Drafted, paths: list[Path]) -> None:
         self.paths, self._drafted = paths, drafted
         self.rows = sum(len(path) + 1 for path in paths)
+        self.drafted_beside = sum(
+            len(path) - max(at for at, rank in enumerate(path) if rank != 1) for path in paths[1:]
+        )
+        """Tokens of side branches, each from the one that begins it on."""
+
         self._nodes = {path[:end] for path in paths for end in range(len(path) + 1)}
         self.tokens = sum(map(drafted.reach, self._nodes))
         """Expected of a round: the target's own and every draft that is reached."""
@@ -132,7 +137,8 @@ def _speeds(
         each outcome's main line, for half of the steps on average, and one outcome's side branches.
         """
         if drafted.one_pass:
-            return (1 if len(tree.paths) == 1 else 2) * draft.step_ms(round(targets * batch * outcomes * (longest + 1)))
+            passes = (longest + 1, tree.drafted_beside) if len(tree.paths) > 1 else (longest + 1,)
+            return sum(draft.step_ms(round(targets * batch * outcomes * rows)) for rows in passes)
         return (longest + 1) * draft.step_ms(round(targets * batch * (outcomes / 2 + len(tree.paths))))
 
     yield 0, 1e3 * batch * tree.tokens / (step + drafting(1) + host_ms)

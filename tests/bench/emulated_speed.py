@@ -52,7 +52,7 @@ class Run:
         self.profile: Profile = PROFILES[args.profile]
         self.text = TEXTS[args.text]
         dilated = self.profile.times(args.dilation)
-        self.pair: EmulatedPair = write_pair(directory, dilated, self.text, args.wait == "poll")
+        self.pair: EmulatedPair = write_pair(directory, dilated, self.text)
 
     def measure(self, side: Side) -> Iterator[Measurement]:
         """K goes up for each batch until its speed falls."""
@@ -78,7 +78,6 @@ class Run:
             k,
             loads,
             str(self.pair.traces),
-            not self.args.synchronous_rivals,
             side.one_pass,
         )
         log = self.directory / f"{side.name}-{k}.log"
@@ -184,13 +183,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dilation", type=float, default=1.0, help="times as long as the profile's")
     parser.add_argument(
-        "--wait", choices=("sleep", "poll"), default="sleep", help="how a host waits for the end of a model's step"
-    )
-    parser.add_argument(
         "--speculation", type=json.loads, default={}, help="further keys of Outrider's section, as JSON"
-    )
-    parser.add_argument(
-        "--synchronous-rivals", action="store_true", help="vLLM in-process without its asynchronous scheduling"
     )
     parser.add_argument("--keep", type=Path, help="work in this new directory and leave logs, traces and rounds there")
     parser.add_argument("--out", type=Path, help="every measurement as JSON")

@@ -51,16 +51,15 @@ class Device:
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
-        wait: Callable[[float, bool], None] = wait_until,
+        wait: Callable[[float], None] = wait_until,
     ) -> None:
-        """wait: called with the time to wait for and whether to poll."""
+        """wait: called with the time to wait for."""
         self._clock, self._wait = clock, wait
         self._pending: list[_Forward] = []
         self._has_results = False
         self.free_at = 0.0
         """When everything enqueued so far is done."""
 
-        self.polls = False
         self.step = 0
         """Copies so far: everything enqueued between two of them is one step."""
 
@@ -105,7 +104,7 @@ class Device:
         if copy is None:
             return
         came = self._clock()
-        self._wait(copy.ends_s, self.polls)
+        self._wait(copy.ends_s)
         went_on = self._clock()
         for forward in copy.forwards:
             if forward.trace is not None:

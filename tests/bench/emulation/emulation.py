@@ -30,9 +30,6 @@ class Emulation:
     mask_token: int | None = None
     """Stands for a token that is yet to be drafted, for a drafter that drafts all of them in one pass."""
 
-    polls: bool = False
-    """Whether the host polls for the end of a step; else it sleeps."""
-
     def __post_init__(self) -> None:
         if (self.role, self.follows is None) not in (("target", True), ("drafter", False)):
             raise ValueError(f"role: {self.role!r} with follows={self.follows}; a drafter, and only it, follows a text")

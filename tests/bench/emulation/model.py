@@ -54,7 +54,6 @@ class EmulatedForCausalLM(nn.Module):
         self.ranked_logits = torch.tensor(RANKED_LOGITS)
         trace = self.emulation.trace
         self._trace = None if trace is None else TraceWriter(trace, self.emulation.role)
-        DEVICE.polls = self.emulation.polls
         install_reads()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -31,18 +31,18 @@ class EmulatedPair:
     traces: Path
 
 
-def write_pair(directory: Path, profile: Profile, text: Text, polls: bool = False) -> EmulatedPair:
+def write_pair(directory: Path, profile: Profile, text: Text) -> EmulatedPair:
     traces = directory / "traces"
     traces.mkdir(parents=True)
 
     def write(name: str, model: Emulation) -> Path:
         return write_checkpoint(directory / name, model, vocab_size=VOCAB_SIZE)
 
-    target = write("target", Emulation("target", profile.target, None, str(traces), polls=polls))
+    target = write("target", Emulation("target", profile.target, None, str(traces)))
     drafters = {}
     for sharded, one_pass in itertools.product((False, True), repeat=2):
         name = "drafter" + "-sharded" * sharded + "-one-pass" * one_pass
         time = profile.drafter_in_process if sharded else profile.drafter
-        model = Emulation("drafter", time, text, str(traces), MASK_TOKEN if one_pass else None, polls)
+        model = Emulation("drafter", time, text, str(traces), MASK_TOKEN if one_pass else None)
         drafters[sharded, one_pass] = write(name, model)
     return EmulatedPair(target, drafters, traces)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 
@@ -32,14 +31,8 @@ class StepTime:
         return StepTime(self.base_ms * factor, self.extra_token_ms * factor)
 
 
-def wait_until(end_s: float, polls: bool = False) -> None:
-    """end_s: of time.perf_counter. Returns at once when it has passed.
-
-    polls: look all the time, as a host does that waits for a GPU, and let others have the core between looks. A thread
-    that sleeps wakes to cold caches, on a virtual machine to a core that was given away.
-    """
+def wait_until(end_s: float) -> None:
+    """end_s: of time.perf_counter. Returns at once when it has passed."""
     while (left := end_s - time.perf_counter()) > 0:
-        if polls:
-            os.sched_yield()
-        elif left > SPIN_S:
+        if left > SPIN_S:
             time.sleep(left - SPIN_S)

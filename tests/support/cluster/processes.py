@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import psutil
 import ray
@@ -136,3 +137,57 @@ def alive(of: list[psutil.Process]) -> list[str]:
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{process.pid} {process.name()}")
     return found
+
+
+@dataclass(frozen=True)
+class Held:
+    """Counts what a process holds: resident bytes, open files, threads."""
+
+    kind: str
+    memory: int
+    files: int
+    threads: int
+
+
+MOST_GROWTH = Held("", 128 << 20, 32, 32)
+"""The most that a process may grow over a time of faults.
+
+A tiny model's KV cache, of 64 MiB, is touched bit by bit, and a process that is replaced is reached over other
+connections.
+"""
+
+
+def held(deployment: Deployment) -> dict[int, Held]:
+    """Return what each living process holds."""
+    found = {}
+    for kind, pids in processes(deployment).items():
+        for process in map(psutil.Process, pids):
+            with suppress(psutil.NoSuchProcess):
+                found[process.pid] = Held(kind, process.memory_info().rss, process.num_fds(), process.num_threads())
+    return found
+
+
+def check_flat(deployment: Deployment, before: Mapping[int, Held], within_s: float) -> str:
+    """Wait until whoever has lived since holds little more than then. Returns the most of each that any of them holds
+    more, in words; fails with it."""
+    said = ""
+
+    def is_flat() -> bool:
+        nonlocal said
+        now = held(deployment)
+        stayed = [(before[pid], each) for pid, each in now.items() if pid in before]
+        assert stayed, "nobody has lived since"
+        most = []
+        flat = True
+        for name in ("memory", "files", "threads"):
+            grown, kind = max((getattr(b, name) - getattr(a, name), b.kind) for a, b in stayed)
+            flat = flat and grown <= getattr(MOST_GROWTH, name)
+            most.append(f"{grown / 2**20:+.1f} MiB ({kind})" if name == "memory" else f"{grown:+d} {name} ({kind})")
+        said = f"{len(stayed)} processes lived on: {', '.join(most)}"
+        return flat
+
+    try:
+        wait_until(is_flat, within_s, "memory and handles given back", every_s=1.0)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {said}") from None
+    return said

@@ -16,10 +16,13 @@ from typing import Any, Self
 
 import grpc
 import httpx
+import torch
+from torch import Tensor
 
 from outrider.deploy.client.sync_client import OutriderError
 from tests.support.cluster.serving import HANG_GUARD_S, Deployment, wait_until
-from tests.support.models.reference import GREEDY, Choice, Coupled
+from tests.support.models.distribution import cut_to_top, z_score
+from tests.support.models.reference import GREEDY, Choice, Coupled, Reference
 
 TOP_K = 4
 """The top_k of calls whose tokens are drawn."""
@@ -227,6 +230,9 @@ class Excuse:
     without_status: bool = False
 
 
+DRAWN = tuple(kind for kind in KINDS if kind.choice is None)
+
+
 def violations(
     deployment: Deployment, calls: Sequence[Call], excuse: Excuse | None, *, may_be_refused: bool = False
 ) -> list[str]:
@@ -262,6 +268,30 @@ def _wrong_tokens(deployment: Deployment, call: Call, attempt: Attempt) -> list[
     except AssertionError as error:
         return [str(error)]
     return []
+
+
+def drawn(deployment: Deployment, calls: Sequence[Call], kind: Kind) -> tuple[int, float]:
+    """(How many tokens were drawn for calls of that kind, by how many standard deviations their places among the
+    likeliest are off the target's own.) Where a client goes may depend on what it was told, so those do not count."""
+    texts = [
+        (call.prompt, attempt.tokens)
+        for call in calls
+        if call.kind is kind and call.leaves_after is None
+        for attempt in call.attempts
+        if attempt.tokens
+    ]
+    tokens = torch.tensor([token for _, answer in texts for token in answer])
+
+    def along(reference: Reference) -> Tensor:
+        return torch.cat(
+            [
+                reference.logits_along(torch.tensor([[*prompt, *answer]]))[0, len(prompt) - 1 : -1]
+                for prompt, answer in texts
+            ]
+        )
+
+    p, q = cut_to_top(along(deployment.reference), TOP_K), along(deployment.drafter_reference)
+    return len(tokens), z_score(tokens, p, q, TOP_K)
 
 
 def summary(calls: Sequence[Call]) -> str:

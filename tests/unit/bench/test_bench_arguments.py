@@ -67,6 +67,12 @@ def test_a_one_pass_drafter_is_tried_both_ways_and_further_out(tmp_path: Path) -
     assert tried(mask_token_id=None) == sequential
 
 
+def test_a_configuration_file_is_read_as_serve_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text("target: {model: /nowhere}")
+    assert cli.main(["bench", "--config", str(tmp_path / "c.yaml"), "--dataset-name", "random"]) != 0
+    assert "target.model: " in capsys.readouterr().err
+
+
 def test_what_cannot_be_measured_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="give --against-config"):
         candidates(parse("--against", "vllm"), parse_config({"target": {"model": "t"}}))
