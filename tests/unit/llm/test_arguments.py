@@ -9,7 +9,7 @@ import pytest
 import yaml
 from vllm import SamplingParams as VllmSamplingParams
 
-from outrider import SamplingParams
+from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy.cli.serve import as_yaml
 from outrider.deploy.llm.arguments import config_from_arguments
@@ -199,3 +199,10 @@ def test_a_checkpoint_directory_is_found_from_anywhere_and_a_missing_one_is_told
     assert (config.target.model, config.drafter.model) == (str(tmp_path), str(tmp_path))
     with pytest.raises(ConfigError, match=r"^speculative_config.model: /no/such does not exist"):
         config_from_arguments(relative, {"method": "draft_model", "model": "/no/such"})
+
+
+async def test_sleep_that_gives_no_memory_back_is_refused():
+    with pytest.raises(NotImplementedError, match="on CPU .* level=0"):
+        LLM.sleep(None)
+    with pytest.raises(NotImplementedError, match="on CPU .* level=0"):
+        await AsyncLLM.sleep(None)
