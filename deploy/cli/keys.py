@@ -12,6 +12,7 @@ import re
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -25,13 +26,14 @@ FILE_VARIABLE = "OUTRIDER_KEYS_FILE"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="keys_command", metavar="new|list|revoke", required=True)
-    new = commands.add_parser("new", help="make a key, print its secret once, and put its hash into the file")
+    whole: dict[str, Any] = {"allow_abbrev": False}
+    new = commands.add_parser("new", help="make a key, print its secret once, and put its hash into the file", **whole)
     new.add_argument("name", metavar="NAME", help="of the key")
     new.add_argument("--expires", type=_expires, help="90d from now, or a time such as 2027-01-01 (default: never)")
     limit = "at most (default: serving.gateway.requests_per_minute)"
     new.add_argument("--requests-per-minute", metavar="N", type=positive, help=limit)
-    shown = commands.add_parser("list", help="list the keys of the file")
-    revoke = commands.add_parser("revoke", help="take a key out of the file")
+    shown = commands.add_parser("list", help="list the keys of the file", **whole)
+    revoke = commands.add_parser("revoke", help="take a key out of the file", **whole)
     revoke.add_argument("name", metavar="NAME")
     configured = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "outrider" / "keys.yaml"
     where = Path(os.environ.get(FILE_VARIABLE) or configured).expanduser()

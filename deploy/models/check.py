@@ -66,7 +66,7 @@ def check_files(section: str, directory: Path, *, has_weights: bool = True) -> N
     index, names = directory / "model.safetensors.index.json", set[str]()
     try:
         if has_weights and index.is_file():
-            names = set(json.loads(index.read_text())["weight_map"].values())
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
         for file in directory.glob("*.safetensors") if has_weights else ():
             with safe_open(file, framework="np"):
                 pass
@@ -196,7 +196,7 @@ def num_common_tokens(config: OutriderConfig) -> int | None:
     tokens = read_vocabulary(models[0]), read_vocabulary(models[1])
     if tokens[0] is None or tokens[1] is None:
         return None
-    documents = [json.loads((Path(model) / "tokenizer.json").read_text()) for model in models]
+    documents = [json.loads((Path(model) / "tokenizer.json").read_bytes()) for model in models]
     added = [{token["id"] for token in document.get("added_tokens", [])} for document in documents]
     return common_tokens(tokens[0], tokens[1], (added[0], added[1]))
 
@@ -227,7 +227,7 @@ def read_model_json(engine: EngineConfig | MLPSpeculatorConfig, section: str) ->
     """Returns the config.json of a local checkpoint, or of a hub id by download. Raises ConfigError."""
     path = _file(engine, section, "config.json")
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_bytes())
         if not isinstance(document, dict):
             raise ValueError("it holds no object")
         return document

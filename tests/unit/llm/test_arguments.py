@@ -150,7 +150,6 @@ def test_a_speculator_names_target_method_and_length(tmp_path):
 WRONG_FLAGS = {
     "a socket": (["--uds", "/tmp/socket"], "^--uds: has no effect here; .*--port"),
     "replicas": (["--data-parallel-size", "2"], "^--data-parallel-size: .* --num-replicas N"),
-    "the model": (["--model", "--port", "8000"], "^--model: write MODEL without a flag"),
     "the worker": (["--worker-cls", "x"], "^--worker-cls: .* leave it out"),
     "a drafter's key": (
         ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 99}'],
