@@ -60,8 +60,8 @@ def start_ray(
     except Exception as error:
         if isinstance(error, OSError) and ".ray" in Path(str(error.filename)).parts:
             raise ConfigError(
-                f"HOME: Ray cannot keep its token at {error.filename} ({error.strerror}); set {TOKEN} to a long secret, "
-                "or HOME to a directory that can be written to"
+                f"HOME: Ray cannot keep its token at {error.filename} ({error.strerror}); set {TOKEN} to a long "
+                "secret, or HOME to a directory that can be written to"
             ) from None
         if "timed out during startup" in str(error):
             raise ConfigError(

@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character shows a question mark
         sys.stdout.reconfigure(errors="replace")
-    parser = argparse.ArgumentParser(prog="outrider", description="Speculative decoding for vLLM on Ray.", allow_abbrev=False)
+    about = "Speculative decoding for vLLM on Ray."
+    parser = argparse.ArgumentParser(prog="outrider", description=about, allow_abbrev=False)
     parser.add_argument(
         "--version", action="version", version=f"outrider {installed_version('outrider') or '(not installed)'}"
     )

@@ -201,7 +201,7 @@ def test_a_checkpoint_directory_is_found_from_anywhere_and_a_missing_one_is_told
 
 
 async def test_sleep_that_gives_no_memory_back_is_refused():
-    with pytest.raises(NotImplementedError, match="on CPU .* level=0"):
+    with pytest.raises(NotImplementedError, match=r"on CPU .* level=0"):
         LLM.sleep(None)
-    with pytest.raises(NotImplementedError, match="on CPU .* level=0"):
+    with pytest.raises(NotImplementedError, match=r"on CPU .* level=0"):
         await AsyncLLM.sleep(None)
