@@ -39,6 +39,7 @@ export class Pane {
     this.drawing = false;
     this.highest = 1;
     this.shares = {};
+    this.reasons = null;
     this.setState("idle");
     this.#draw();
   }
@@ -79,6 +80,12 @@ export class Pane {
     this.#drawSoon();
   }
 
+  // reasons: texts from plainReasons. Until they are set, rounds without drafts are what was asked for.
+  setReasons(reasons) {
+    this.reasons = reasons;
+    this.#drawSoon();
+  }
+
   #show(name, value, digits = 0, suffix = "") {
     this.#figure(name).textContent = value === undefined ? "–" : value.toFixed(digits) + suffix;
   }
@@ -110,6 +117,7 @@ export class Pane {
     this.#show("length", figures.acceptanceLength, 2);
     this.#showPercent("rate-accepted", figures.acceptanceRate ?? this.shares.accepted);
     this.#showPercent("hits", this.shares.hits);
+    this.#figure("why").textContent = this.reasons && figures.plainRounds ? whyPlain(figures, this.reasons) : "";
     this.strip.setAttribute("aria-label", stripLabel(figures));
     if (atEnd) this.text.scrollTop = this.text.scrollHeight;
     this.#showRows();
@@ -182,4 +190,9 @@ function stripLabel({ rounds, tokens, acceptanceLength }) {
   if (!rounds) return "Rounds: none yet";
   const length = acceptanceLength === undefined ? "" : `, acceptance length ${acceptanceLength.toFixed(2)}`;
   return `Rounds: ${rounds}, with ${tokens} tokens${length}`;
+}
+
+function whyPlain({ plainRounds }, reasons) {
+  const first = "the first, which reads the prompt";
+  return `${plainRounds} ${plainRounds === 1 ? "round" : "rounds"} without drafts: ${[first, ...reasons].join("; ")}`;
 }
