@@ -43,8 +43,8 @@ function requestBody(kind) {
   const seed = byId("seed").value.trim();
   if (seed && !/^-?\d+$/.test(seed)) throw new ServerError({ message: "Seed: not a whole number.", param: "sampling.seed" });
   if (seed) sampling.seed = seed; // as text: it may be longer than a JavaScript number
-  const speculation = { enabled: kind === "speculated" };
-  if (kind === "speculated") speculation.num_speculative_tokens = number("drafts");
+  const speculation = { enabled: kind !== "plain" };
+  if (kind !== "plain") speculation.num_speculative_tokens = number("drafts");
   const [text, system] = [byId("prompt").value, byId("system").value];
   if (system && byId("chat-template").checked) {
     const messages = [{ role: "system", content: system }, { role: "user", content: text }];
@@ -108,12 +108,8 @@ async function runOne(kind, body) {
   const { signal } = controller;
   signal.throwIfAborted();
   pane.start();
-  if (kind === "speculated") {
-    status.follow = () => {
-      pane.setShares(sharesBetween(before, status.latest));
-      pane.setReasons(plainReasons(before, status.latest));
-    };
-  }
+  const follow = () => pane.setCounted(sharesBetween(before, status.latest), plainReasons(before, status.latest));
+  if (kind === "speculated") status.follow = follow;
   try {
     for await (const message of streamEvents(URL_STREAM, body, signal)) pane.add(message);
     await pane.settle("done");
@@ -175,16 +171,14 @@ async function fitForm() {
 
 function showCode() {
   if (!byId("code").open) return;
-  let curl = "", python = "";
-  try {
-    const body = requestBody(form.elements.mode.value === "plain" ? "plain" : "speculated");
-    const [base, model] = [new URL("v1", location.href).href, byId("server-model").textContent];
-    [curl, python] = [asCurl(body, base, model), asPython(body, base, model)];
-  } catch (error) {
-    curl = error.message;
+  const [base, model] = [new URL("v1", location.href).href, byId("server-model").textContent];
+  for (const [id, write] of [["code-curl", asCurl], ["code-python", asPython]]) {
+    try {
+      byId(id).textContent = write(requestBody(form.elements.mode.value), base, model);
+    } catch (error) {
+      byId(id).textContent = error.message;
+    }
   }
-  byId("code-curl").textContent = curl;
-  byId("code-python").textContent = python;
 }
 
 async function copy(button) {

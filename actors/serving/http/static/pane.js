@@ -74,14 +74,9 @@ export class Pane {
     this.#figure("state").textContent = state;
   }
 
-  // shares: {hits, accepted} of what the replica counted since the start, from sharesBetween.
-  setShares(shares) {
+  // What the replica counted since the start: shares {hits, accepted}, and reasons of rounds without drafts, as texts.
+  setCounted(shares, reasons) {
     this.shares = shares;
-    this.#drawSoon();
-  }
-
-  // reasons: texts from plainReasons. Until they are set, rounds without drafts are what was asked for.
-  setReasons(reasons) {
     this.reasons = reasons;
     this.#drawSoon();
   }
