@@ -21,7 +21,7 @@ Marks = tuple[str, ...]
 def read_vocabulary(model: str) -> dict[str, int] | None:
     """Returns token -> id from a local checkpoint's tokenizer.json, or None if it has no such vocabulary."""
     try:
-        document = json.loads((Path(model) / "tokenizer.json").read_text())
+        document = json.loads((Path(model) / "tokenizer.json").read_bytes())
         vocabulary = document["model"]["vocab"]
         if isinstance(vocabulary, list):  # unigram: [token, score] by id
             tokens = {entry[0]: index for index, entry in enumerate(vocabulary)}

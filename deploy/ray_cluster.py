@@ -11,7 +11,9 @@ from pathlib import Path
 import ray
 
 from outrider.actors.serve_adapter.ray_processes import wait_longer_for_node
+from outrider.cluster.config_section import ConfigError
 from outrider.cluster.placement import NAMESPACE
+from outrider.deploy.ray_access import TOKEN
 
 OBJECT_STORE_BYTES = 256 << 20
 """Nothing large travels through Ray's object store: tokens are a few hundred bytes a round."""
@@ -41,6 +43,9 @@ def start_ray(
 
     Returns:
         The logs of a new cluster; None for one that was there.
+
+    Raises:
+        ConfigError: Ray cannot write its token, or this machine is too busy.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(*WORKER_NICENESS)
@@ -49,14 +54,27 @@ def start_ray(
         ray.init(address, namespace=NAMESPACE, **logs)
         return None
     num_cpus = max(os.cpu_count() or 1, math.ceil(needed_cpus))
-    with wait_longer_for_node(RAY_STARTS_WITHIN_S, say):
-        context = ray.init(
-            "local",  # never another cluster that runs here
-            namespace=NAMESPACE,
-            num_cpus=num_cpus,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=dashboard,
-            dashboard_host="127.0.0.1",
-            **logs,
-        )
+    try:
+        with wait_longer_for_node(RAY_STARTS_WITHIN_S, say):
+            context = ray.init(
+                "local",  # never another cluster that runs here
+                namespace=NAMESPACE,
+                num_cpus=num_cpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=dashboard,
+                dashboard_host="127.0.0.1",
+                **logs,
+            )
+    except Exception as error:
+        if isinstance(error, OSError) and ".ray" in Path(str(error.filename)).parts:
+            raise ConfigError(
+                f"HOME: Ray cannot keep its token at {error.filename} ({error.strerror}); set {TOKEN} to a long "
+                "secret, or HOME to a directory that can be written to"
+            ) from None
+        if "timed out during startup" in str(error):
+            raise ConfigError(
+                f"Ray: its node has not come up within {RAY_STARTS_WITHIN_S:g} s; end what else keeps this machine "
+                "busy, and start again"
+            ) from None
+        raise
     return Path(context.address_info["session_dir"]) / "logs"

@@ -29,7 +29,7 @@ def trained_on(checkpoint: str) -> list[int]:
     if not file.is_file():
         return []
     try:
-        ids = json.loads(file.read_text())
+        ids = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} is not readable: {error}") from None
     if (

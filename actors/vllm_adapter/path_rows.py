@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +25,11 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from outrider.actors.round.round import Step
 from outrider.cluster.config import OutriderConfig, SpeculationConfig
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler as _Scheduler
+else:
+    _Scheduler = object
 
 MAX_PATH_ROWS = 32
 """Most path rows of a step, of all requests together."""
@@ -58,7 +63,7 @@ def _blocks_of_path(block_size: int, num_drafts: int) -> int:
     return 1 + -(-num_drafts // block_size)
 
 
-class PathReserve:
+class PathReserve(_Scheduler):
     """Leaves the last KV blocks to path rows. A mixin of a vLLM Scheduler."""
 
     def __init__(self, *args: Any, vllm_config: Any, kv_cache_config: KVCacheConfig, **kwargs: Any) -> None:
@@ -134,7 +139,7 @@ class PathRows:
                 NewRequestData(
                     req_id=row_id,
                     # An array, which is copied at once where a list would be read number by number.
-                    prompt_token_ids=np.concatenate([batch.token_ids_cpu[index, :length], ids]),  # type: ignore[arg-type]
+                    prompt_token_ids=np.concatenate([batch.token_ids_cpu[index, :length], ids]),
                     mm_features=[],
                     sampling_params=self._params_of(request_id, state),
                     pooling_params=None,

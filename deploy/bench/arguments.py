@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = ours.add_mutually_exclusive_group(required=True)
     which.add_argument("--preset", metavar="NAME", help="serve this preset while the benchmark runs")
     which.add_argument("--config", metavar="FILE", help="likewise, a YAML file")
-    which.add_argument("--address", metavar="HOST:PORT", type=_url,
+    which.add_argument("--address", metavar="HOST:PORT", type=address,
                        help="HTTP port of a running server (https://HOST:PORT with TLS); none is started")  # fmt: skip
     ours.add_argument("--target", metavar="PATH", help="checkpoint directory (or hub id) in place of target.model")
     ours.add_argument("--drafter", metavar="PATH", help="likewise for drafter.model")
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_other(other: argparse._ArgumentGroup) -> None:
-    other.add_argument("--against", metavar="plain|vllm|FILE|URL", type=_against,
+    other.add_argument("--against", metavar="plain|vllm|FILE|HOST:PORT", type=_against,
                        help="plain: `vllm serve` without drafts; vllm: `vllm serve` drafting in-process; FILE.yaml: "
-                       "another server of ours; URL: a running server")  # fmt: skip
+                       "another server of ours; HOST:PORT: a running server")  # fmt: skip
     other.add_argument("--against-config", metavar="JSON", type=json.loads, action="append",
                        help="vllm: a speculative_config of vLLM's to try, without num_speculative_tokens; may be given "
                        "several times (default: our drafter, and one-pass where it was made for that)")  # fmt: skip
@@ -141,17 +141,13 @@ def core_sets(text: str) -> list[list[int]]:
     return [[int(core) for core in rank.split(",")] for rank in text.split("|")]
 
 
-def _url(text: str) -> str:
-    scheme = "https://" if text.startswith("https://") else "http://"
-    return scheme + address(text.removeprefix(scheme))
-
-
 def _against(text: str) -> str:
-    if text.startswith(("http://", "https://")):
-        return _url(text)
-    if text not in ("plain", "vllm") and not text.endswith((".yaml", ".yml")):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither plain nor vllm nor a YAML file nor a URL")
-    return text
+    if text in ("plain", "vllm") or text.endswith((".yaml", ".yml")):
+        return text
+    try:
+        return address(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither plain nor vllm nor a YAML file nor HOST:PORT") from None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

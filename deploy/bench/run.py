@@ -99,7 +99,9 @@ class Run:
 
     def _start(self, name: str, each: Side) -> None:
         """Starts a server and warms it up."""
-        self._stack.callback(each.server.stop)
+        if not isinstance(each.server, RunningServer):
+            self._stack.callback(each.server.stop)
+            self._stack.callback(self._progress.say, f"shutting down {name}")
         self._progress.say(f"starting {name}: {each.settings['name']}")
         each.url = each.server.start(lambda: self._progress.wait(f"{name} loading"))
         self._load.turn(each.url, WARM_UP, each.tokenizer, self._few)

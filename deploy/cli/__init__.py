@@ -29,9 +29,11 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character shows a question mark
         sys.stdout.reconfigure(errors="replace")
-    parser = argparse.ArgumentParser(prog="outrider", description="Speculative decoding for vLLM on Ray.")
+    about = "Speculative decoding for vLLM on Ray."
+    parser = argparse.ArgumentParser(prog="outrider", description=about, allow_abbrev=False)
     parser.add_argument(
         "--version", action="version", version=f"outrider {installed_version('outrider') or '(not installed)'}"
     )
@@ -73,6 +75,16 @@ def _unrecognized(words: Sequence[str], command: argparse.ArgumentParser) -> str
     names = [word.partition("=")[0].replace("_", "-") for word in words]
     meant = list(dict.fromkeys(known[name] for name in names if name in known))
     return f"unrecognized arguments: {' '.join(words)}" + (f"; write {', '.join(meant)}" if meant else "")
+
+
+def _open_closed_streams() -> None:
+    """Opens the null device in place of standard streams that the caller has closed. Other files would get their
+    numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 - it stays open
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _module(command: str) -> str:

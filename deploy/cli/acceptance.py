@@ -38,13 +38,14 @@ def _report(args: argparse.Namespace) -> None:
     from outrider.deploy.distill.models import device_and_dtype, keep_large_blocks, locate
     from outrider.deploy.distill.prompts import read_prompts
 
+    data = read_prompts(args.dataset, "--dataset")
     logging.disable_progress_bar()
     keep_large_blocks()
     device, dtype = device_and_dtype(args.device, args.dtype)
     report = measure(
         target=locate(args.target, "TARGET"),
         drafter=locate(args.drafter, "DRAFTER"),
-        data=read_prompts(args.dataset, "--dataset"),
+        data=data,
         device=device,
         dtype=dtype,
         **{name: getattr(args, name) for name in ("limit", "chat", "k", "max_tokens")},

@@ -17,11 +17,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def address(text: str) -> str:
-    """Parses HOST:PORT, and returns it without the ``http://`` and the last slash that it may be written with."""
-    host, _, port = text.removeprefix("http://").removesuffix("/").rpartition(":")
+    """Parses HOST:PORT, with or without a scheme and a last slash. Returns ``http://HOST:PORT``, or ``https://…``."""
+    scheme = "https://" if text.startswith("https://") else "http://"
+    host, _, port = text.removeprefix(scheme).removesuffix("/").rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
-    return f"{host}:{port}"
+    return f"{scheme}{host}:{port}"
 
 
 def positive(text: str) -> int:
@@ -55,7 +56,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds TLS. The API key is no flag, since all users of a machine can read command lines."""
     group = parser.add_argument_group(f"connection (a key is taken from ${API_KEY_VARIABLE})")
-    group.add_argument("--tls", action="store_true", help="speak TLS; implied by the next three")
+    group.add_argument("--tls", action="store_true", help="speak TLS; implied by https:// and by the next three")
     group.add_argument("--ca", metavar="FILE", type=Path, help="trust the authorities in it (PEM)")
     group.add_argument("--client-cert", metavar="FILE", type=Path, help="show this certificate (PEM)")
     group.add_argument("--client-key", metavar="FILE", type=Path, help="its private key (PEM)")
@@ -65,7 +66,7 @@ def credentials_of(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
     """Returns credentials for TLS, or None for plain text. Raises ValueError naming the flag."""
     if (args.client_cert is None) != (args.client_key is None):
         raise ValueError("--client-cert and --client-key belong together; give both, or neither")
-    if not (args.tls or args.ca or args.client_cert):
+    if not (args.tls or args.ca or args.client_cert or args.address.startswith("https://")):
         return None
     found = []
     for flag, path in (("--ca", args.ca), ("--client-key", args.client_key), ("--client-cert", args.client_cert)):

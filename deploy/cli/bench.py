@@ -38,7 +38,6 @@ def measure(args: argparse.Namespace, progress: Progress) -> None:
         try:
             report = run.measure()
         finally:
-            progress.say("shutting down")
             run.close()
     print(table(report), flush=True)
     if args.json is not None:

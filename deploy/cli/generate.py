@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         return fail("--logprobs and --prompt-logprobs are printed with --json only; add it", status=2)
     try:
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-        with OutriderClient(args.address, credentials=credentials_of(args)) as client:
+        with OutriderClient(args.address.partition("://")[2], credentials=credentials_of(args)) as client:
             if args.json:
                 print(json.dumps(as_json(client.generate(prompt, **options))), flush=True)
             else:

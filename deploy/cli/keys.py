@@ -11,6 +11,7 @@ import os
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -24,12 +25,13 @@ FILE_VARIABLE = "OUTRIDER_KEYS_FILE"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="keys_command", metavar="new|revoke", required=True)
-    new = commands.add_parser("new", help="make a key, print its secret once, and put its hash into the file")
+    whole: dict[str, Any] = {"allow_abbrev": False}
+    new = commands.add_parser("new", help="make a key, print its secret once, and put its hash into the file", **whole)
     new.add_argument("name", metavar="NAME", help="of the key")
     new.add_argument("--expires", metavar="DAYS", type=positive, help="days from now (default: never)")
     limit = "at most (default: serving.gateway.requests_per_minute)"
     new.add_argument("--requests-per-minute", metavar="N", type=positive, help=limit)
-    revoke = commands.add_parser("revoke", help="take a key out of the file")
+    revoke = commands.add_parser("revoke", help="take a key out of the file", **whole)
     revoke.add_argument("name", metavar="NAME")
     configured = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "outrider" / "keys.yaml"
     where = Path(os.environ.get(FILE_VARIABLE) or configured).expanduser()

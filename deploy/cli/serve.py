@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print-config", action="store_true", help="print the configuration as YAML, and end")
     parser.add_argument("--dtype", choices=DTYPES, help="of target and draft model")
     parser.add_argument("--grpc-port", type=int, metavar="N", help="public gRPC port; 0 picks a free one")
-    parser.add_argument("--http-port", type=int, metavar="N", help="public HTTP port; 0 picks a free one")
+    parser.add_argument("--http-port", "--port", type=int, metavar="N", help="public HTTP port; 0 picks a free one")
     parser.add_argument("--verbose", action="store_true", help="show the logs of Ray and vLLM, and stack traces")
 
 
@@ -111,6 +111,8 @@ def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
 
 def resolve(args: argparse.Namespace) -> OutriderConfig:
     """Returns the configuration of a preset, of a YAML file, or of a MODEL with vLLM's flags. Raises ConfigError."""
+    if any(word.partition("=")[0] == "--model" for word in args.flags):
+        raise ConfigError("--model: write MODEL without a flag, before the flags")
     config, model = args.config_file or args.config, args.config
     if args.config_file is not None and model is not None:
         raise ConfigError(f"--config: is given beside {model!r}; leave one of the two out")

@@ -89,7 +89,9 @@ class GrpcClient:
 
     def _fail(self, error: Any, call: Call[Any]) -> Any:
         code, details = error.code(), error.details() or "no details"
-        if code is grpc.StatusCode.UNAVAILABLE and "; last error: " in details:  # gRPC's words for no connection
+        if "parsing HTTP/2" in details or "http2 header with status" in details:  # gRPC's words for another protocol
+            details = f"what answers at {self._target} does not speak gRPC; give the gRPC port ({details})"
+        elif code is grpc.StatusCode.UNAVAILABLE and "; last error: " in details:  # and for no connection
             fix = "start one with 'outrider serve', or check that this is its gRPC port, and TLS"
             details = f"no server answers at {self._target}; {fix} ({details})"
         return call.fail(code, details)

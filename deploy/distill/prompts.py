@@ -48,7 +48,7 @@ class PromptFile:
 
 def read_prompts(path: Path, option: str = "--data") -> PromptFile:
     """Returns the prompts of a file. Raises ConfigError naming file and line."""
-    if ".jsonl" not in path.suffixes:
+    if ".jsonl" not in path.suffixes and path.exists():
         raise ConfigError(f"{option}: {path} is no .jsonl; give an object with prompt or messages a line")
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -152,7 +152,7 @@ def _sections(speculative: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 def checkpoint_document(model: str) -> dict[str, Any]:
     """Returns the decoded config.json of a checkpoint directory; {} for a hub id."""
     path = Path(model).expanduser() / "config.json"
-    document: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    document: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
     return document
 
 

@@ -62,8 +62,6 @@ def config_from_flags(model: str, own: argparse.Namespace, flags: Sequence[str])
     Raises:
         ConfigError: Names the flag.
     """
-    if any(word.partition("=")[0] == "--model" for word in flags):
-        raise ConfigError("--model: write MODEL without a flag, before the flags")
     given = _parsed(flags)
     serving: dict[str, Any] = {}
     gateway: dict[str, Any] = {}

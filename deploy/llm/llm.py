@@ -21,13 +21,12 @@ from typing import Any
 import vllm
 from vllm.entrypoints import llm as vllm_llm
 from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from outrider.actors.vllm_adapter.input_parameters import serve_all_parameters
-from outrider.actors.vllm_adapter.updatable_llm import UpdatableLLM
+from outrider.actors.vllm_adapter.updatable_llm import UpdatableLLM, check_sleep
 from outrider.cluster.config import OutriderConfig
 from outrider.deploy.llm.arguments import OLD_NAMES, config_from_arguments
 from outrider.deploy.llm.local import LocalReplica
@@ -91,12 +90,8 @@ class LLM(vllm.LLM):
         self._replica.close()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Puts the engine to sleep, see ``vllm.LLM.sleep``. Level 0 only pauses scheduling.
-
-        Raises NotImplementedError for a level above 0 on CPU, where vLLM keeps all memory.
-        """
-        if level > 0 and current_platform.is_cpu():
-            raise NotImplementedError("sleep: on CPU no memory is given back; use level=0, which pauses scheduling")
+        """Puts the engine to sleep, see ``vllm.LLM.sleep``. Raises NotImplementedError as ``check_sleep`` does."""
+        check_sleep(level)
         super().sleep(level, mode)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:

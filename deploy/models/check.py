@@ -65,8 +65,12 @@ def check_files(section: str, directory: Path, *, has_weights: bool = True) -> N
     if not has_weights:
         return
     weights_digest(directory, contents=False)  # reads the header of every file
-    index = directory / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text()).get("weight_map", {}).values()) if index.is_file() else set[str]()
+    index, names = directory / "model.safetensors.index.json", set[str]()
+    try:
+        if index.is_file():
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{section}.model: {index} is damaged ({error}); {_AGAIN}") from None
     if missing := sorted(name for name in names if not (directory / name).is_file()):
         raise ConfigError(
             f"{section}.model: {directory}: {missing[0]} of {len(names)} weight files is missing; {_AGAIN}"
@@ -175,7 +179,7 @@ def num_common_tokens(config: OutriderConfig) -> int | None:
     tokens = read_vocabulary(models[0]), read_vocabulary(models[1])
     if tokens[0] is None or tokens[1] is None:
         return None
-    documents = [json.loads((Path(model) / "tokenizer.json").read_text()) for model in models]
+    documents = [json.loads((Path(model) / "tokenizer.json").read_bytes()) for model in models]
     added = [{token["id"] for token in document.get("added_tokens", [])} for document in documents]
     return common_tokens(tokens[0], tokens[1], (added[0], added[1]))
 
@@ -208,7 +212,7 @@ def read_model_json(engine: EngineConfig | MLPSpeculatorConfig, section: str) ->
     """Returns the config.json of a local checkpoint, or of a hub id by download. Raises ConfigError."""
     path = _file(engine, section, "config.json")
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_bytes())
         if not isinstance(document, dict):
             raise ValueError("it holds no object")
         return document

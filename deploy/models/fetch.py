@@ -30,6 +30,7 @@ from outrider.deploy.models.store import (
 from outrider.deploy.progress import Progress
 
 WORK = ".fetching"
+HUB_ANSWERS_WITHIN_S = 5.0
 
 
 class FetchError(ConfigError):
@@ -61,15 +62,30 @@ def fetch(source: Source, progress: Progress) -> Path:
 
 def fetch_from_hub(hub_id: str, revision: str | None, file: str | None = None) -> Path:
     """Returns the hub client's copy of a model, or of one of its files. Raises FetchError. Progress is on stderr."""
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 
     try:
         if file is not None:
+            if not _hub_answers():  # its client would try for half a minute
+                if isinstance(cached := try_to_load_from_cache(hub_id, file, revision=revision), str):
+                    return Path(cached)
+                raise FetchError(f"{constants.ENDPOINT} does not answer")
             return Path(hf_hub_download(hub_id, file, revision=revision, etag_timeout=10))
         return Path(snapshot_download(hub_id, revision=revision))
     except Exception as error:  # noqa: BLE001 - the hub client raises errors of several HTTP libraries
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FetchError(f"{hub_id}: {reason}") from None
+
+
+def _hub_answers() -> bool:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_ANSWERS_WITHIN_S)
+    except Exception:  # noqa: BLE001 - the hub client raises errors of several HTTP libraries
+        return False
+    return True
 
 
 def _fetch_model(source: ModelSource, directory: Path, progress: Progress) -> None:

@@ -57,7 +57,7 @@ def check_made_for(target: Path, drafter: Path, *, every_tensor: bool = False) -
     """
     file = drafter / MANIFEST
     try:
-        if (made_for := json.loads(file.read_text()).get(DRAFTER_OF)) is None:
+        if (made_for := json.loads(file.read_bytes()).get(DRAFTER_OF)) is None:
             return
         name, vocabulary, weights = (made_for[key] for key in ("name", "vocabulary_sha256", "weights_sha256"))
     except FileNotFoundError:

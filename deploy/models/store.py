@@ -117,14 +117,14 @@ def find_copy(source: Source) -> Path | None:
     copy = find_model(source.name)
     if copy is None or not isinstance(source, DrafterSource):
         return copy
-    stored = json.loads((source.stored / "drafter.json").read_text())
+    stored = json.loads((source.stored / "drafter.json").read_bytes())
     return copy if (read_manifest(copy) or {}).get("tensors_sha256") == stored["tensors_sha256"] else None
 
 
 def read_manifest(checkpoint: Path) -> dict[str, object] | None:
     """Returns a checkpoint's manifest, or None unless every file that it lists exists with its full size."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
         sizes = dict(manifest["files"])
         complete = all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError):

@@ -65,7 +65,17 @@ def test_help_loads_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
 
 
-@pytest.mark.parametrize("arguments", [[], ["flood"], ["serve"], ["fetch"], ["serve", "smollm2", "--dtype", "int8"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["flood"],
+        ["serve"],
+        ["fetch"],
+        ["serve", "smollm2", "--dtype", "int8"],
+        ["keys", "list", "--fil", "no abbreviation"],
+    ],
+)
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
@@ -101,6 +111,33 @@ def test_serve_explains_a_wrong_configuration_in_one_line(arguments: list[str], 
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     assert result.stdout == ""
+
+
+def test_standard_streams_may_be_closed() -> None:
+    """As services and cron jobs do."""
+    command = f"{sys.executable} -m outrider.deploy.cli serve nonsense <&- >&-"
+    result = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
+
+
+def test_files_are_read_as_utf_8_in_any_locale(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"é": 0}}}', encoding="utf-8")
+    (tmp_path / "config.yaml").write_text("target: {model: m}  # é", encoding="utf-8")
+    code = (
+        "import sys; from outrider.cluster.config import load_config\n"
+        "from outrider.cluster.vocabulary import read_vocabulary\n"
+        "assert load_config(sys.argv[1] + '/config.yaml').target.model == 'm'\n"
+        "assert read_vocabulary(sys.argv[1]) == {chr(0xe9): 0}\n"
+    )
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300, env={**os.environ, **locale})
+
+
+def test_a_hub_that_does_not_answer_is_told_without_a_retry(tmp_path: Path) -> None:
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    result = outrider("doctor", "llama-70b", **hub)
+    assert "http://127.0.0.1:1 does not answer" in result.stdout
+    assert result.stderr == ""
 
 
 def test_serve_names_a_port_in_use_before_it_fetches(taken_port: int, tmp_path: Path) -> None:
@@ -236,6 +273,22 @@ def test_the_cause_of_a_failed_start_is_one_line() -> None:
 def test_a_flag_of_a_model_is_not_ignored_beside_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "smollm2", "--num-replicas", "2", "--print-config"]) == 1
     assert "--num-replicas: belongs to a MODEL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--model", "smollm2"], ["--model=org/m"]])
+def test_a_model_given_as_a_flag_is_told_where_it_goes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *words, "--port", "8000", "--print-config"]) == 1
+    assert "--model: write MODEL without a flag" in capsys.readouterr().err
+
+
+def test_the_port_has_vllms_name_beside_a_preset_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "smollm2", "--port", "8123", "--print-config"]) == 0
+    assert "http_port: 8123" in capsys.readouterr().out
+
+
+def test_a_dataset_that_is_not_there_is_told_before_models_are_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["acceptance", "org/a", "org/b", "--dataset", "/nofile"]) == 1
+    assert capsys.readouterr().err == "outrider: acceptance: --dataset: /nofile: no such file\n"
 
 
 def test_a_preset_may_be_named_as_a_configuration_and_is_read_twice() -> None:

@@ -8,7 +8,9 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
 import pytest
@@ -141,6 +143,19 @@ def test_an_address_may_be_written_as_a_browser_shows_it(
     capsys.readouterr()
 
 
+def test_https_in_an_address_means_tls(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outrider_generate("--address", f"https://{address}", "hello") == 1, "this server has none"
+    assert "TLS" in capsys.readouterr().err
+
+
+def test_a_server_of_another_protocol_is_told_apart_from_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert outrider_generate("--address", f"http://127.0.0.1:{server.server_port}", "hello") == 1
+        server.shutdown()
+    assert "does not speak gRPC; give the gRPC port" in capsys.readouterr().err
+
+
 def test_an_absent_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert outrider_generate("--address", "127.0.0.1:1", "hello") == 1
     error = capsys.readouterr().err
@@ -157,7 +172,7 @@ def test_an_absent_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         ["--address", "9000", "hello"],
         ["--address", "localhost:http", "hello"],
         ["--address", "localhost:70000", "hello"],
-        ["--address", "https://localhost:9000", "hello"],
+        ["--address", "https://localhost", "hello"],
         ["--no-speculation", "--num-speculative-tokens", "2", "hello"],
     ],
 )

@@ -5,6 +5,9 @@ Screenshots stay in build/artifacts.
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
+
 import pytest
 
 from tests.integration.page.page_controls import (
@@ -60,7 +63,9 @@ def test_tokens_stream_in_marked_by_origin(page: Browser, pair: Deployment) -> N
     assert page.text("#server-model") == pair.config.served_model_name
     assert page.text("#server-method") == f"draft_model, K = {K}"
     assert page.text("#server-link") == "up"
-    assert page.text("#server-drafter").startswith("Drafter:")
+    assert page.text("#server-drafter").startswith("attached")
+    plain = kinds.count("plain")
+    assert page.text(f"{SPECULATED} .why").startswith(f"{plain} round{'s' * (plain > 1)} without drafts: the first, ")
 
 
 def test_side_by_side_with_plain_decoding(page: Browser) -> None:
@@ -72,6 +77,7 @@ def test_side_by_side_with_plain_decoding(page: Browser) -> None:
     assert speculated["text"] == plain["text"]
     assert {kind for members in plain["rounds"] for kind in members} == {"plain"}
     assert len(plain["rounds"]) == SHORT > len(speculated["rounds"])
+    assert page.text(f"{PLAIN} .why") == "", "nothing else was asked for"
     verdict = page.text("#verdict")
     assert "Speed ratio" in verdict
     assert f"identical: all {SHORT} tokens are the same" in verdict
@@ -84,6 +90,20 @@ def test_side_by_side_with_plain_decoding(page: Browser) -> None:
     page.show_as(390)
     page.keep_screenshot("page-narrow.png")
     assert page.script("return document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_request_as_a_program_gives_the_same_answer(page: Browser, chat: bool) -> None:
+    set_form(page, mode="speculated", chat=chat, system="one two", top_p="0.9", temperature="1", stop="\\n")
+    generate(page)
+    page.click("#code summary")
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(page.text("#code-python"), {})
+    assert printed.getvalue() == shown(page, SPECULATED)["text"] + "\n"
+    assert ('"content": "one two"' in page.text("#code-curl")) == chat
+    page.click("#pane-speculated [data-copies]")
+    page.wait_for(lambda: page.text("#pane-speculated [data-copies]") == "Copied", "the button says so")
 
 
 def test_cancelling(page: Browser, pair: Deployment) -> None:
@@ -104,7 +124,7 @@ def test_cancelling(page: Browser, pair: Deployment) -> None:
 @pytest.mark.parametrize(
     ("fields", "control", "message"),
     [
-        ({"temperature": "-1"}, "temperature", "sampling.temperature: temperature must be non-negative"),
+        ({"temperature": "-1"}, "temperature", "Temperature: temperature must be non-negative"),
         ({"seed": "seven"}, "seed", "not a whole number"),
     ],
 )

@@ -120,6 +120,25 @@ def test_figures(page: Browser) -> None:
     assert (ended["acceptanceLength"], ended["acceptanceRate"]) == (1.75, 0.25)
 
 
+def test_reasons_of_rounds_without_drafts(page: Browser) -> None:
+    up = {"state": "LINK_STATE_UP", "drafter": "D:1"}
+    before = {"methods": ["ngram"], "link": up, "rounds": {"late_rounds": "2"}}
+    rounds = {"late_rounds": "3", "refused_proposals": "2", "lengths": {"chosen_lengths": {"0": "4"}}}
+    after = [
+        {**before, "rounds": rounds},
+        before,
+        {**before, "link": {**up, "state": "LINK_STATE_DOWN"}},
+        {"methods": [], "rounds": {}},
+    ]
+    script = """
+        const { plainReasons } = await import("/outrider/page/server_status.js");
+        return arguments[1].map((after) => plainReasons(arguments[0], after).join("; "));
+    """
+    counted, nothing, down, none = page.module(script, before, after)
+    assert counted.startswith("4 not expected to pay off; 1 whose drafts came too late; 2 for which the drafter had no")
+    assert (nothing, down, none) == ("", "no drafter is linked", "no drafter is configured")
+
+
 def test_shares_of_what_a_replica_counted(page: Browser) -> None:
     def status(drafter: str, **rounds: int) -> dict[str, Any]:
         """64-bit counts are texts in protobuf's JSON."""

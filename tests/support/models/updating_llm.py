@@ -60,12 +60,17 @@ async def _run(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     try:
         await llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
         clients = [asyncio.create_task(client(number)) for number in range(CLIENTS)]
-        for checkpoint in job["checkpoints"]:
+        for number, checkpoint in enumerate(job["checkpoints"]):
             await some_have_ended()
             begun += 1
+            if asleep := number % 5 == 4:
+                await llm.sleep(level=0, mode="keep")
             await llm.start_weight_update()
             await llm.update_weights(WeightTransferUpdateRequest({"path": checkpoint}))
             await llm.finish_weight_update()
+            if asleep:
+                assert await llm.is_sleeping(), "an update does not wake it"
+                await llm.wake_up()
             ended += 1
         await some_have_ended()
         stopping = True

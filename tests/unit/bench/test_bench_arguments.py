@@ -52,7 +52,8 @@ def test_options_of_the_load_are_vllms_by_name_and_any_other_behind_a_double_das
 def test_an_address_is_one_as_in_the_other_commands(text: str, url: str) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    assert parser.parse_args(["--address", text]).address == url
+    args = parser.parse_args(["--address", text, "--against", text])
+    assert (args.address, args.against) == (url, url)
 
 
 def test_a_one_pass_drafter_is_tried_both_ways_and_further_out(tmp_path: Path) -> None:

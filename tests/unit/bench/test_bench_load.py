@@ -98,4 +98,6 @@ def test_two_running_servers_answer_the_same_in_turns(
         ours, other = (sorted(measured[at : at + 3]) for at in (6 * pair, 6 * pair + 3))
         assert ours == other
     assert sorted(measured[:3]) != sorted(measured[6:9]), "each round has other prompts"
-    assert "ours / other, output tok/s" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "ours / other, output tok/s" in printed.out
+    assert "shutting down" not in printed.err, "the servers stay"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from vllm import SamplingParams as VllmSamplingParams
 
-from outrider import SamplingParams
+from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy.cli.serve import as_yaml
 from outrider.deploy.llm.arguments import config_from_arguments
@@ -154,7 +154,6 @@ def test_a_speculator_names_target_method_and_length(tmp_path):
 WRONG_FLAGS = {
     "a socket": (["--uds", "/tmp/socket"], "^--uds: has no effect here; .*--port"),
     "replicas": (["--data-parallel-size", "2"], "^--data-parallel-size: .* --num-replicas N"),
-    "the model": (["--model", "--port", "8000"], "^--model: write MODEL without a flag"),
     "the worker": (["--worker-cls", "x"], "^--worker-cls: .* leave it out"),
     "a drafter's key": (
         ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 99}'],
@@ -203,3 +202,10 @@ def test_a_checkpoint_directory_is_found_from_anywhere_and_a_missing_one_is_told
     assert (config.target.model, config.drafter.model) == (str(tmp_path), str(tmp_path))
     with pytest.raises(ConfigError, match=r"^speculative_config.model: /no/such does not exist"):
         config_from_arguments(relative, {"method": "draft_model", "model": "/no/such"})
+
+
+async def test_sleep_that_gives_no_memory_back_is_refused():
+    with pytest.raises(NotImplementedError, match=r"on CPU .* level=0"):
+        LLM.sleep(None)
+    with pytest.raises(NotImplementedError, match=r"on CPU .* level=0"):
+        await AsyncLLM.sleep(None)

@@ -2,8 +2,9 @@
 
 import { getJson, post, ServerError, streamEvents } from "./event_stream.js";
 import { Pane } from "./pane.js";
+import { asCurl, asPython } from "./request_code.js";
 import { firstDifference } from "./run_statistics.js";
-import { ServerStatus, sharesBetween } from "./server_status.js";
+import { plainReasons, ServerStatus, sharesBetween } from "./server_status.js";
 import { TokenTexts } from "./token_text.js";
 
 const URL_STREAM = "outrider/v1/stream";
@@ -15,7 +16,10 @@ const STATUS_EVERY_MS = { idle: 5000, running: 1000 };
 const CONTROLS = {
   text: "prompt",
   prompt: "prompt",
+  chat: "system",
   "sampling.temperature": "temperature",
+  "sampling.top_p": "top-p",
+  "sampling.stop": "stop",
   "sampling.max_tokens": "max-tokens",
   "sampling.seed": "seed",
   "speculation.num_speculative_tokens": "drafts",
@@ -33,18 +37,20 @@ const status = new ServerStatus();
 let controller = null; // of the run under way
 
 function requestBody(kind) {
-  const sampling = { temperature: number("temperature"), max_tokens: number("max-tokens") };
+  const sampling = { temperature: number("temperature"), top_p: number("top-p"), max_tokens: number("max-tokens") };
+  const stop = byId("stop").value.replaceAll("\\n", "\n");
+  if (stop) sampling.stop = [stop];
   const seed = byId("seed").value.trim();
   if (seed && !/^-?\d+$/.test(seed)) throw new ServerError({ message: "Seed: not a whole number.", param: "sampling.seed" });
   if (seed) sampling.seed = seed; // as text: it may be longer than a JavaScript number
-  const speculation = { enabled: kind === "speculated" };
-  if (kind === "speculated") speculation.num_speculative_tokens = number("drafts");
-  return {
-    text: byId("prompt").value,
-    apply_chat_template: byId("chat-template").checked,
-    sampling,
-    speculation,
-  };
+  const speculation = { enabled: kind !== "plain" };
+  if (kind !== "plain") speculation.num_speculative_tokens = number("drafts");
+  const [text, system] = [byId("prompt").value, byId("system").value];
+  if (system && byId("chat-template").checked) {
+    const messages = [{ role: "system", content: system }, { role: "user", content: text }];
+    return { chat: { messages }, sampling, speculation };
+  }
+  return { text, apply_chat_template: byId("chat-template").checked, sampling, speculation };
 }
 
 // undefined, which JSON leaves out, for an empty field.
@@ -102,7 +108,8 @@ async function runOne(kind, body) {
   const { signal } = controller;
   signal.throwIfAborted();
   pane.start();
-  if (kind === "speculated") status.follow = () => pane.setShares(sharesBetween(before, status.latest));
+  const follow = () => pane.setCounted(sharesBetween(before, status.latest), plainReasons(before, status.latest));
+  if (kind === "speculated") status.follow = follow;
   try {
     for await (const message of streamEvents(URL_STREAM, body, signal)) pane.add(message);
     await pane.settle("done");
@@ -162,15 +169,44 @@ async function fitForm() {
   drafts.placeholder = k ? `up to ${k}` : "no drafter";
 }
 
+function showCode() {
+  if (!byId("code").open) return;
+  const [base, model] = [new URL("v1", location.href).href, byId("server-model").textContent];
+  for (const [id, write] of [["code-curl", asCurl], ["code-python", asPython]]) {
+    try {
+      byId(id).textContent = write(requestBody(form.elements.mode.value), base, model);
+    } catch (error) {
+      byId(id).textContent = error.message;
+    }
+  }
+}
+
+async function copy(button) {
+  const text = button.parentElement.parentElement.querySelector(button.dataset.copies).textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch { // Browsers have no clipboard for pages without TLS.
+    const area = document.createElement("textarea");
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  button.textContent = "Copied";
+  setTimeout(() => (button.textContent = "Copy"), 1500);
+}
+
 function say(text) {
   byId("state").textContent = text;
 }
 
 function showError(error) {
   const message = error instanceof ServerError ? error.message : `The server cannot be reached (${error.message}).`;
-  byId("error").textContent = message;
-  byId("error").hidden = false;
   const control = byId(CONTROLS[error.param] ?? "");
+  const label = control?.labels[0].firstChild.textContent.trim();
+  byId("error").textContent = label ? message.replace(`${error.param}:`, `${label}:`) : message;
+  byId("error").hidden = false;
   if (!control) return;
   control.setAttribute("aria-invalid", "true");
   control.setAttribute("aria-describedby", "error");
@@ -194,6 +230,12 @@ byId("cancel").addEventListener("click", () => controller?.abort());
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") controller?.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) generate();
+});
+byId("code").addEventListener("toggle", showCode);
+form.addEventListener("input", showCode);
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("[data-copies]");
+  if (button) copy(button);
 });
 form.addEventListener("change", (event) => {
   if (event.target.name === "mode" && !controller) byId("panes").dataset.mode = event.target.value;

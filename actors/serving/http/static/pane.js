@@ -39,6 +39,7 @@ export class Pane {
     this.drawing = false;
     this.highest = 1;
     this.shares = {};
+    this.reasons = null;
     this.setState("idle");
     this.#draw();
   }
@@ -73,9 +74,10 @@ export class Pane {
     this.#figure("state").textContent = state;
   }
 
-  // shares: {hits, accepted} of what the replica counted since the start, from sharesBetween.
-  setShares(shares) {
+  // What the replica counted since the start: shares {hits, accepted}, and reasons of rounds without drafts, as texts.
+  setCounted(shares, reasons) {
     this.shares = shares;
+    this.reasons = reasons;
     this.#drawSoon();
   }
 
@@ -110,6 +112,7 @@ export class Pane {
     this.#show("length", figures.acceptanceLength, 2);
     this.#showPercent("rate-accepted", figures.acceptanceRate ?? this.shares.accepted);
     this.#showPercent("hits", this.shares.hits);
+    this.#figure("why").textContent = this.reasons && figures.plainRounds ? whyPlain(figures, this.reasons) : "";
     this.strip.setAttribute("aria-label", stripLabel(figures));
     if (atEnd) this.text.scrollTop = this.text.scrollHeight;
     this.#showRows();
@@ -182,4 +185,9 @@ function stripLabel({ rounds, tokens, acceptanceLength }) {
   if (!rounds) return "Rounds: none yet";
   const length = acceptanceLength === undefined ? "" : `, acceptance length ${acceptanceLength.toFixed(2)}`;
   return `Rounds: ${rounds}, with ${tokens} tokens${length}`;
+}
+
+function whyPlain({ plainRounds }, reasons) {
+  const first = "the first, which reads the prompt";
+  return `${plainRounds} ${plainRounds === 1 ? "round" : "rounds"} without drafts: ${[first, ...reasons].join("; ")}`;
 }

@@ -12,6 +12,7 @@ export class RunStatistics {
   #tokensOfFirst = 0;
   #draftedRounds = 0;
   #draftedTokens = 0;
+  #plainRounds = 0;
   #exact = null;
 
   constructor(startMs) {
@@ -34,6 +35,7 @@ export class RunStatistics {
     const added = splitRounds(tokens).map((members, i) => {
       const round = { number: this.rounds.length + i + 1, atMs: nowMs - this.#startMs, tokens: members };
       members.forEach((token) => (token.round = round));
+      if (wasDrafted(members) === false) this.#plainRounds += 1;
       if (wasDrafted(members)) {
         this.#draftedRounds += 1;
         this.#draftedTokens += members.length;
@@ -56,6 +58,7 @@ export class RunStatistics {
     return {
       tokens: this.tokens.length,
       rounds: this.rounds.length,
+      plainRounds: this.#plainRounds,
       firstMs: this.#firstMs === null ? undefined : this.#firstMs - this.#startMs,
       tokensPerSecond: this.#rate(),
       acceptanceLength: counted ? counted.mean_acceptance_length : live,

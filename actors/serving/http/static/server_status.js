@@ -36,7 +36,9 @@ export class ServerStatus {
     element.dataset.link = state;
     element.title = link ? linkTitle(link) : "";
     write("server-link", text);
-    write("server-drafter", link ? [link.drafter || "none attached", load(drafter)].filter(Boolean).join(" · ") : "none");
+    const attached = link?.drafter ? "attached" : "none attached";
+    write("server-drafter", link ? [attached, load(drafter)].filter(Boolean).join(" · ") : "none");
+    document.getElementById("server-drafter").title = link?.drafter ? `Ray actor ${link.drafter}` : "";
     write("server-target", load(target) || "–");
   }
 }
@@ -72,4 +74,18 @@ export function sharesBetween(before, after) {
 
 function share(part, whole) {
   return whole > 0 && part >= 0 ? part / whole : undefined;
+}
+
+// Why rounds were not drafted between two statuses: texts, with what one replica counted where it did.
+export function plainReasons(before, after) {
+  if (!after) return [];
+  if (!after.methods.length) return ["no drafter is configured"];
+  if (after.link && after.link.state !== "LINK_STATE_UP") return ["no drafter is linked"];
+  if (!before?.rounds || !after.rounds || before.link?.drafter !== after.link?.drafter) return [];
+  const since = (read) => Number(read(after.rounds) ?? 0) - Number(read(before.rounds) ?? 0);
+  return [
+    [since((rounds) => rounds.lengths?.chosen_lengths?.[0]), "not expected to pay off"],
+    [since((rounds) => rounds.late_rounds), "whose drafts came too late"],
+    [since((rounds) => rounds.refused_proposals), "for which the drafter had no room, or still read the prompt"],
+  ].filter(([count]) => count > 0).map(([count, words]) => `${count} ${words}`);
 }
