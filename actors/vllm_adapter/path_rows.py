@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -139,7 +138,7 @@ class PathRows:
                 NewRequestData(
                     req_id=row_id,
                     # An array, which is copied at once where a list would be read number by number.
-                    prompt_token_ids=np.concatenate([batch.token_ids_cpu[index, :length], ids]),
+                    prompt_token_ids=batch.token_ids_cpu[index, :length].copy(),
                     mm_features=[],
                     sampling_params=self._params_of(request_id, state),
                     pooling_params=None,

@@ -12,9 +12,11 @@ ROOT_OF_STDERR = 6000
 
 
 def run_jobs(jobs: Sequence[Mapping[str, Any]], timeout_s: float = 600) -> list[dict[str, Any]]:
-    """Returns for each job ``tokens`` (of each prompt) and ``counters``, or ``error``: what ended it.
+    """Returns for each job ``tokens`` (of each prompt), ``counters`` and ``rounds`` (the verifier's own counts), or
+    ``error``: what ended it.
 
-    A job has ``arguments`` of LLM, ``prompts`` as token ids, and ``params`` of SamplingParams.
+    A job has ``arguments`` of LLM, ``prompts`` as token ids, and ``params`` of SamplingParams; ``further`` ones, whose
+    tokens come in a list of that name.
     """
     command = [sys.executable, "-m", "tests.support.models.offline_llm"]
     done = subprocess.run(command, input=json.dumps(list(jobs)), capture_output=True, text=True, timeout=timeout_s)
@@ -32,12 +34,19 @@ def _run(job: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     with llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-        outputs = llm.generate(prompts, SamplingParams(detokenize=False, **job["params"]), use_tqdm=False)
+
+        def tokens(params: Mapping[str, Any]) -> list[list[int]]:
+            outputs = llm.generate(prompts, SamplingParams(detokenize=False, **params), use_tqdm=False)
+            return [[token for answer in output.outputs for token in answer.token_ids] for output in outputs]
+
+        found = {"tokens": tokens(job["params"]), "further": [tokens(params) for params in job.get("further", ())]}
         counters = {}
         for metric in llm.get_metrics():
             if metric.name.startswith("vllm:spec_decode"):
                 counters[metric.name] = getattr(metric, "value", None) or getattr(metric, "values", None)
-        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "counters": counters}
+        statuses = llm.collective_rpc("round_status") if job["arguments"].get("speculative_config") else []
+        rounds = next((status["rounds"] for status in statuses if status is not None), {})
+        return {**found, "counters": counters, "rounds": rounds}
 
 
 def main() -> None:
