@@ -5,6 +5,7 @@ over the whole text and masks behind it, so KV of a mask or of a rejected draft 
 its own, because an engine stays in the process that started it.
 """
 
+import itertools
 import json
 import os
 import random
@@ -32,7 +33,8 @@ def main(model):
     )
     vllm_config = drafter_vllm_config(config, None, None)
     engine = DraftEngine(vllm_config, in_process=True, parallel_drafting=config.parallel_drafting)
-    proposer = DraftModelProposer(engine, 64, one_pass=engine.one_pass)
+    clock = itertools.count().__next__  # or what rows cost here would decide which side branches there are
+    proposer = DraftModelProposer(engine, 64, clock=clock, one_pass=engine.one_pass)
     plain = AutoModelForCausalLM.from_pretrained(model).float()
     report = {"one_pass": engine.one_pass}
 
