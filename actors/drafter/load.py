@@ -66,11 +66,6 @@ def load_proposer(
     adapters = [module.path for module in config.lora_modules]
     vllm_config = drafter_vllm_config(config, ranks, placement_group)
     engine = DraftEngine(vllm_config, ranks is None, adapters, config.parallel_drafting)
-    if speculation.num_paths > 1 and not engine.one_pass:
-        raise ConfigError(
-            f"speculation.num_paths: {speculation.num_paths} paths need a draft model that drafts in one pass, and the "
-            "config.json of drafter.model names no mask token; leave it out"
-        )
     limits = LookaheadLimits(
         ahead=speculation.draft_ahead,
         max_side_branches=speculation.max_side_branches,

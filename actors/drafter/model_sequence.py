@@ -19,7 +19,6 @@ al. 2026). Here the main chain's outcomes need no key, because they are a prefix
 from __future__ import annotations
 
 import itertools
-import math
 from collections import abc
 from dataclasses import dataclass, field
 
@@ -82,16 +81,6 @@ class DraftChain:
     def at(self, position: int) -> Drawn | None:
         index = position - self.start
         return self.drawn[index] if 0 <= index < len(self.drawn) else None
-
-    def candidates(self, start: int, end: int) -> list[list[tuple[int, float]]]:
-        """Returns for each position from `start` to end - 1 the token drawn there and its likeliest alternatives, each
-        with the drafter's log-probability; [] where none was drawn."""
-        found: list[list[tuple[int, float]]] = []
-        for position in range(start, end):
-            drawn = self.at(position)
-            named = () if drawn is None else ((drawn.token, drawn.confidence), *drawn.alternatives)
-            found.append([(token, math.log(share)) for token, share in named if share > 0])
-        return found
 
     def num_same(self, start: int, token_ids: abc.Sequence[int]) -> int:
         """Returns how many of these tokens the chain has too, from position `start` up to the first difference."""

@@ -42,7 +42,11 @@ def check_models(config: OutriderConfig) -> None:
         return
     drafter = read_model_json(config.drafter, "drafter")
     _check_sizes(drafter, config.drafter, "drafter")
-    mask_token(drafter, config.drafter.parallel_drafting)
+    if mask_token(drafter, config.drafter.parallel_drafting) is None and config.speculation.num_paths > 1:
+        raise ConfigError(
+            f"speculation.num_paths: {config.speculation.num_paths} paths need a draft model that drafts in one pass, "
+            "and drafter.model does not; leave it out"
+        )
     if num_common_tokens(config) is None:
         tokens = [read_vocabulary(each.model) for each in (config.target, config.drafter)]
         if vocab_size(target) != vocab_size(drafter):  # only the tokenizers of hub ids can tell why

@@ -96,6 +96,10 @@ def wrong(tmp_path: Path, model: Path, port: int) -> dict[str, tuple[str, dict[s
         "an index cut short": ("target.model", {"target": {"model": str(cut)}}),
         "no weights": ("target.model", {"target": {"model": str(empty)}}),
         "another tokenizer": ("drafter.model", drafted_by(stranger)),
+        "several paths, token by token": (
+            "speculation.num_paths",
+            {**drafted_by(checkpoint(tmp_path / "sequential")), "speculation": {"num_paths": 4}},
+        ),
         "ranks": ("target.tensor_parallel_size", {"target": {**target, "tensor_parallel_size": 3}}),
         "too long": ("target.max_model_len", {"target": {**target, "max_model_len": 1024}}),
         "port in use": (

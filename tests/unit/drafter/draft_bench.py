@@ -22,13 +22,13 @@ class Bench:
         self.proposer = Drive(DraftModelProposer(self.engine, chunk, limits, clock=clock, one_pass=one_pass))
         self.texts = {}
 
-    def open(self, key, tokens, sampling=GREEDY, k=4):
+    def open(self, key, tokens, sampling=GREEDY, k=4, num_paths=1):
         self.texts[key] = list(tokens)
-        return self.proposer.open(key, list(tokens), k, sampling)
+        return self.proposer.open(key, list(tokens), k, sampling, num_paths)
 
-    def opened(self, tokens=range(10), sampling=GREEDY):
+    def opened(self, tokens=range(10), sampling=GREEDY, num_paths=1):
         """Open one request, whose prompt has been read then. Returns the bench."""
-        self.open(KEY, tokens, sampling)
+        self.open(KEY, tokens, sampling, num_paths=num_paths)
         self.settle()
         return self
 

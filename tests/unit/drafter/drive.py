@@ -23,6 +23,7 @@ class Told(NamedTuple):
     status: ProposalStatus
     q: SparseQ | None = None
     origin: DraftOrigin = DraftOrigin.NONE
+    paths: tuple[DraftPath, ...] = ()
 
 
 def prompt_of(key, token_ids, num_speculative_tokens=4, sampling=None):
@@ -50,15 +51,16 @@ class Drive:
             if isinstance(said, PrefetchedProposal):
                 self.prefetched.append((sequence.key, said))
             else:
-                told = Told(sequence.key, said.base_committed_len, said.token_ids, said.status, said.q, said.origin)
-                found.append(told)
+                fields = said.base_committed_len, said.token_ids, said.status, said.q, said.origin, said.paths
+                found.append(Told(sequence.key, *fields))
         return found
 
-    def open(self, key, token_ids, num_speculative_tokens=4, sampling=None):
+    def open(self, key, token_ids, num_speculative_tokens=4, sampling=None, num_paths=1):
         """Returns the answer, if there is one at once."""
         self.close(key)
         sequence = self.sequences[key] = self.proposer.new_sequence(key)
         assert sequence.add_prompt(prompt_of(key, token_ids, num_speculative_tokens, sampling))
+        sequence.num_paths = num_paths
         self.proposer.open(sequence)
         answers = self.drain()
         assert len(answers) < 2

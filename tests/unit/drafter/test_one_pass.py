@@ -1,8 +1,6 @@
 """A draft model that drafts in one pass: a step for each round, whose rows are all likely outcomes, and masks of which
 nothing is kept."""
 
-import math
-
 import pytest
 
 from outrider.actors.drafter.planner import LookaheadLimits
@@ -11,7 +9,6 @@ from outrider.cluster.link.messages import DraftOrigin, DraftSampling
 from outrider.cluster.modes import Mode
 from outrider.cluster.vocabulary import MASK_TOKENS, mask_token
 from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED, Bench, ids
-from tests.unit.drafting_engine import MASK, drawn_token
 
 K = 4
 COUPLED = DraftSampling(Mode.COUPLED, temperature=0.8, seed=5, top_n=0)
@@ -106,17 +103,6 @@ def test_proposals_of_all_outcomes_are_sent_ahead_where_no_q_travels():
         assert each.token_ids == bench.drafts(KEY)
 
 
-def test_candidates_of_each_position_are_kept_with_the_chain():
-    bench, _ = first_round(GREEDY)
-    text, main = bench.texts[KEY], bench.proposer.sequences[KEY].main
-    found = main.candidates(len(text), len(text) + K)
-    assert [[token for token, _ in position] for position in found] == [
-        [drawn_token([*text, *[MASK] * index], rank=rank) for rank in range(3)] for index in range(K)
-    ]
-    assert [share for _, share in found[0]] == [math.log(share) for share in (0.7, 0.2, 0.1)]
-    assert main.candidates(0, 1) == [[]]
-
-
 def test_targets_that_reckon_with_a_step_for_each_draft_come_to_one_step_for_all():
     times = [Bench(one_pass=one_pass).opened() for one_pass in (False, True)]
     for bench in times:
@@ -140,3 +126,30 @@ def test_a_checkpoint_without_a_mask_token_drafts_token_by_token_and_cannot_be_a
     assert mask_token({"mask_token_id": None}) is None
     with pytest.raises(ConfigError, match=r"drafter\.parallel_drafting: .*names no mask token"):
         mask_token({}, parallel_drafting=True)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("num_paths", [2, 4, 9])
+def test_a_pass_gives_further_paths_too_and_nothing_is_drafted_ahead(sampling, num_paths):
+    bench = Bench(one_pass=True).opened(sampling=sampling, num_paths=num_paths)
+    bench.commit(KEY, [999])
+    (answer,) = bench.step()
+    main = ids(answer)
+    assert main == bench.drafts(KEY, K)
+    assert len(answer.paths) == min(num_paths - 1, 2 * K), "two other tokens are named at each position"
+    assert [path.gain for path in answer.paths] == sorted((path.gain for path in answer.paths), reverse=True)
+    assert len({tuple(path.token_ids) for path in answer.paths}) == len(answer.paths)
+    for path in answer.paths:
+        (at,) = [index for index in range(K) if path.token_ids[index] != main[index]]
+        assert path.token_ids[at] in {bench.choice(KEY, at, rank) for rank in (1, 2)}
+    assert bench.step() is None, "the outcome is drafted for when it is known"
+
+
+def test_the_path_that_verification_took_is_the_text_of_the_next_round():
+    bench = Bench(one_pass=True).opened(num_paths=4)
+    bench.commit(KEY, [999])
+    (answer,) = bench.step()
+    for _ in range(5):
+        assert bench.commit(KEY, [*answer.paths[1].token_ids, 998]) == []
+        (answer,) = bench.step()
+        assert ids(answer) == bench.drafts(KEY, K)

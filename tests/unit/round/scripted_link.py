@@ -1,6 +1,7 @@
 """A link made of two lists, drafters that answer by rule, and an engine's steps over a Round. Time passes only where
 somebody waits."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from outrider.actors.round.length import FixedLengths, Lengths
@@ -95,14 +96,14 @@ def silent(message):
     return []
 
 
-def drafting(drafts, q=None):
+def drafting(drafts, q=None, paths=()):
     """A drafter that is ready at once and answers every commit with drafts."""
 
     def answer(message):
         if isinstance(message, Open):
             return [Proposals(message.request, message.prompt_len, [], ProposalStatus.READY)]
         if isinstance(message, Commit) and message.num_wanted:
-            return [Proposals(message.request, message.committed_len, drafts, q=q)]
+            return [Proposals(message.request, message.committed_len, drafts, q=q, paths=paths)]
         return []
 
     return answer
@@ -137,6 +138,7 @@ class Engine:
         round_deadline_steps=None,
         link_deadline_ms=60_000.0,
         lengths=None,
+        num_paths=1,
         **options,
     ):
         self.now, self._number = 0.0, 0
@@ -149,7 +151,8 @@ class Engine:
         self.verified = []
         """The drafts and q of each choice, by request."""
 
-        self.round = Round(self._choose, DEPLOYMENT, config, self.lengths, clock=lambda: self.now, **options)
+        deployment = replace(DEPLOYMENT, num_paths=num_paths)
+        self.round = Round(self._choose, deployment, config, self.lengths, clock=lambda: self.now, **options)
         self.drafter = self.round._drafter
         self.link = None if answer is None else self.offer(answer)
 

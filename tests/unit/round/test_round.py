@@ -12,6 +12,7 @@ from outrider.cluster.drafter_registry import Work
 from outrider.cluster.link.messages import (
     Commit,
     DraftOrigin,
+    DraftPath,
     Open,
     Proposals,
     ProposalStatus,
@@ -204,11 +205,12 @@ def test_a_controller_that_fails_ends_drafting_and_not_the_engine(fails, caplog)
         raise ZeroDivisionError("a test")
 
     setattr(lengths, fails, fail)
-    engine = Engine(drafting([1, 2, 3]), lengths=lengths)
+    engine = Engine(drafting([1, 2, 3], paths=(DraftPath([4], 0.5),)), lengths=lengths, num_paths=2)
     for request_id in ("a", "b"):  # whatever failed for the first does not for the second
         engine.begin(request_id)
         engine.step({request_id: [7]})
         engine.step({request_id: [1, 2, 3, 9]}, {request_id: [1, 2, 3]})
+        engine.round.settle(engine.begin(drafts={request_id: [-1] * 4}), [request_id], [4])
         engine.round.status()
         engine.round.work()
         engine.tell(finished=[request_id])
@@ -295,7 +297,7 @@ def test_drafts_that_a_grammar_cut_are_neither_counted_nor_learned_from():
     seen = []
     lengths = Wanting()
     lengths.observe_round = lambda estimate, drafted, accepted: seen.append((drafted, accepted))
-    engine = Engine(drafting([1, 2, 3]), lengths=lengths)
+    engine = Engine(drafting([1, 2, 3], paths=(DraftPath([4], 0.5),)), lengths=lengths, num_paths=2)
     engine.begin("a")
     step = engine.begin(drafts={"a": [1, 2, -1]})
     step.allowed["a"] = 2

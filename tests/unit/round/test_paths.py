@@ -1,0 +1,116 @@
+"""Further paths of a draft tree on rank 0: which are verified, and what is counted."""
+
+import pytest
+
+from outrider.actors.round.length import FixedLengths
+from outrider.actors.round.paths import PathBudget
+from outrider.cluster.link.messages import DraftPath, MessageError, Open, Proposals
+from tests.unit.round.scripted_link import PROMPT, Engine, arrival, drafting, opened, params
+
+PATHS = (DraftPath([1, 5, 3], 0.6), DraftPath([6, 2, 3], 0.3), DraftPath([1, 2, 7], 0.1))
+
+
+class Priced(FixedLengths):
+    def __init__(self, price):
+        super().__init__(4)
+        self._price = price
+
+    def row_price(self):
+        return self._price
+
+
+def settled(engine, slots=4):
+    """The first step with drafts of request a."""
+    opened(engine)
+    engine.step({"a": [8]})
+    step = engine.begin(drafts={"a": [-1] * 4})
+    engine.round.settle(step, ["a"], [slots])
+    return step
+
+
+@pytest.mark.parametrize(("price", "kept"), [(0.0, 3), (0.05, 2), (0.1, 1), (0.2, 0)])
+def test_paths_that_bring_more_than_their_rows_cost_are_verified_the_best_first(price, kept):
+    step = settled(Engine(drafting([1, 2, 3], paths=PATHS), num_paths=4, lengths=Priced(price)))
+    assert list(step.paths) == [("a", path) for path in PATHS[:kept]]
+    assert step.drafts["a"].ids == [1, 2, 3]
+
+
+def test_rows_go_to_the_requests_for_which_they_bring_most():
+    budget = PathBudget()
+    few, many = [DraftPath([1], 0.1)], [DraftPath([2], 0.4), DraftPath([3], 0.05)]
+    chosen = budget.choose({"few": few, "many": many}, 0.04)
+    assert chosen == [("many", many[0]), ("few", few[0])]
+
+
+def test_paths_that_bring_nothing_are_given_up_and_tried_again_later():
+    budget, path = PathBudget(), DraftPath([1, 2], 0.5)
+    for _ in range(100):
+        if not budget.choose({"a": [path]}, 0.1):
+            break
+        budget.observe(0.5, 0)
+    else:
+        pytest.fail("they are verified for ever")
+    assert any(budget.choose({"a": [path]}, 0.1) for _ in range(200))
+
+
+def test_a_path_has_no_more_drafts_than_the_request_has_slots():
+    step = settled(Engine(drafting([1, 2, 3], paths=PATHS), num_paths=4), slots=2)
+    assert [list(path.token_ids) for _, path in step.paths] == [[1, 5], [6, 2], [1, 2]]
+    assert not settled(Engine(drafting([1, 2, 3], paths=PATHS), num_paths=4), slots=0).paths
+
+
+def test_a_drafter_that_sends_more_paths_than_asked_for_is_cut_short():
+    step = settled(Engine(drafting([1, 2, 3], paths=PATHS), num_paths=3))
+    assert len(step.paths) == 2
+
+
+def test_rows_of_paths_are_verified_for_their_request_and_counted_with_it():
+    engine = Engine(drafting([1, 2, 3], paths=PATHS), num_paths=4)
+    step = settled(engine)
+    step.add_path("a/0", 0, "a", [1, 5, 3])
+    step.count({"a": 4, "a/0": 4})
+    seen = []
+    engine.round._choose = lambda logits, requests, drafts, width, metadata: seen.extend(
+        (request.request_id, draft.ids) for request, draft in zip(requests, drafts, strict=True)
+    )
+    engine.round.choose(step, ["a", "a/0"], None, None)
+    assert seen == [("a", [1, 2, 3]), ("a", [1, 5, 3])]
+    step.best_rows, step.gained = {"a": "a/0"}, {"a": 2}
+    engine.round.commit(step, {"a": [1, 5, 3, 9]})
+    assert engine["a"].token_ids == [*PROMPT, 8, 1, 5, 3, 9]
+    counts = engine.round.status()
+    assert (counts["path_rounds"], counts["path_rows"], counts["path_tokens"]) == (1, 1, 2)
+    assert (counts["drafted"], counts["accepted"]) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("of", "why"),
+    [
+        (params(temperature=0.0), None),
+        (params(seed=3), None),
+        (params(), "verification"),
+        (params(temperature=0.0, structured_outputs=object()), "structured_output"),
+    ],
+    ids=["greedy", "seeded", "rejection", "structured"],
+)
+def test_who_cannot_verify_several_paths_has_a_chain_and_is_counted(of, why):
+    engine = Engine(drafting([1, 2, 3]), num_paths=4)
+    engine.begin(arrival(of=of))
+    (message,) = engine.said(Open)
+    assert message.num_paths == (1 if why else 4)
+    assert engine.round.metrics()["chain"] == ({why: 1} if why else {})
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: DraftPath([], 0.0),
+        lambda: DraftPath([1], float("nan")),
+        lambda: DraftPath([1], 1.5),
+        lambda: Proposals(1, 4, [], paths=PATHS),
+    ],
+    ids=["no tokens", "no number", "more than its tokens", "no main line"],
+)
+def test_a_path_that_no_tree_has_is_refused(build):
+    with pytest.raises(MessageError, match=r"Proposals\.paths"):
+        build()
