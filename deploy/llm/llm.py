@@ -133,7 +133,7 @@ class AsyncLLM(UpdatableLLM):
         return self._replica.config
 
     def _start(self, config: OutriderConfig) -> None:
-        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # a fork would share Ray's connection
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would share Ray's connection
         self._replica = LocalReplica(config)
         atexit.register(self.shutdown)
         self._opening: asyncio.Task[None] | None = None
