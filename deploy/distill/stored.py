@@ -113,7 +113,7 @@ def assemble(stored: Path, target: Path, out: Path, found: Reference | None = No
     Raises:
         ConfigError: The target is another one, a file is damaged, or the directory holds something else.
     """
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     if out.exists() and DRAFTER_OF not in (read_manifest(out) or {}):
         raise ConfigError(f"--out: {out} is there and no assembled drafter; move it away, or choose another place")
@@ -132,17 +132,46 @@ def assemble(stored: Path, target: Path, out: Path, found: Reference | None = No
     if description.config.get("tie_word_embeddings"):
         borrowed.pop(HEAD, None)
     with whole_directory(out) as work:
-        tensors = {**borrowed, **_unpacked(load_file(stored / TENSORS), description.config["dtype"])}
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(whole, work / "model.safetensors", {"format": "pt"})
-        (work / "config.json").write_text(json.dumps(description.config, indent=2) + "\n")
         if description.draft_vocabulary:
             (work / VOCABULARY_FILE).write_text(json.dumps(description.draft_vocabulary) + "\n")
         for name in TOKENIZER_FILES:
             if (target / name).is_file():
                 shutil.copyfile(target / name, work / name)
-        made_for = {**asdict(description.target), "shapes_sha256": weights_digest(target, contents=False)}
-        write_manifest(work, {DRAFTER_OF: made_for, "tensors_sha256": description.tensors_sha256})
+        tensors = {**borrowed, **_unpacked(load_file(stored / TENSORS), description.config["dtype"])}
+        about = {"tensors_sha256": description.tensors_sha256}
+        _write_checkpoint(work, target, description.target, description.config, tensors, about)
+
+
+def write_whole(
+    out: Path,
+    target: Path,
+    reference: Reference,
+    config: Mapping[str, Any],
+    trained: Mapping[str, torch.Tensor],
+    made: Mapping[str, Any],
+) -> None:
+    """Writes the whole checkpoint of a drafter that takes no tensor from its target, in the target's type."""
+    dtype = next(tensor.dtype for name, tensor in tensors_of(target) if name == "model.norm.weight")
+    with whole_directory(out) as work:
+        _write_checkpoint(work, target, reference, config, _packed(trained, dtype, 16), {"made": dict(made)})
+
+
+def _write_checkpoint(
+    work: Path,
+    target: Path,
+    reference: Reference,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    about: Mapping[str, Any],
+) -> None:
+    """Writes tensors and config.json to a directory, and its manifest, which names the target and what it is about."""
+    from safetensors.torch import save_file
+
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, work / "model.safetensors", {"format": "pt"})
+    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    made_for = {**asdict(reference), "shapes_sha256": weights_digest(target, contents=False)}
+    write_manifest(work, {DRAFTER_OF: made_for, **about})
 
 
 def _packed(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, bits: int) -> dict[str, torch.Tensor]:

@@ -59,6 +59,8 @@ def settings(target, tmp_path_factory):
         target=str(target),
         data=(data,),
         out=tmp_path_factory.mktemp("out") / "first",
+        kind="draft_model",
+        k=3,
         layers=1,
         start=None,
         steps=STEPS,
