@@ -1,8 +1,8 @@
 """Trains an MLP speculator on the target's texts, as IBM's speculators were trained.
 
 Head i predicts token n + i + 2 of a text from the target's last hidden state at token n and the tokens up to n + i + 1,
-and the losses of all heads are averaged (arXiv 2404.19124; the loss is ours). The target's forward pass is part of each
-step: its hidden states at all positions would be larger than its texts by three orders of magnitude.
+and the losses of all heads are averaged (arXiv 2404.19124; the loss is ours). Hidden states are computed when a text is
+first trained on, and kept in memory as far as there is room.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from outrider.actors.learning.texts import Text
+
+KEPT_BYTES = 4 << 30
+"""The most hidden states that are kept: of 1.9 million tokens of SmolLM2-135M in float32."""
 
 
 def config_of(document: Mapping[str, Any], num_heads: int) -> dict[str, Any]:
@@ -74,21 +77,21 @@ class MLPTrainer(Trainer):
     ) -> None:
         self._target, self._speculator = target, speculator
         self.num_drafts = speculator.shape.n_predict
+        self._kept: dict[Text, Tensor] = {}
+        self._room = KEPT_BYTES
         trained = tensors_of(speculator)
         for tensor in trained.values():
             tensor.requires_grad_(True)
         self._set_up(trained, speculator.heads[0].head, learning_rate, dtype, None, seed)
 
     def _predictions(self, texts: Sequence[Text], seed: int | None = None) -> Predictions:
-        ids, lengths = self._padded(texts), torch.tensor([len(text.ids) - text.start for text in texts])
+        lengths = torch.tensor([len(text.ids) - text.start for text in texts])
         rows = torch.arange(len(texts)).repeat_interleave(lengths)
-        ends = torch.tensor([len(text.ids) for text in texts])[rows]
-        starts = torch.arange(len(rows))
-        # The place of the token at which a round starts; the hidden state is at the one before the last token.
-        places = starts - (lengths.cumsum(0) - torch.tensor([len(text.ids) for text in texts]))[rows]
-        with torch.no_grad(), self._precision():
-            hidden = self._target.model(ids, use_cache=False).last_hidden_state
-        state = self._speculator.first_state(hidden[rows, (places - 2).clamp(min=0)])
+        sizes = torch.tensor([len(text.ids) for text in texts])
+        ends, starts = sizes[rows], torch.arange(len(rows))
+        places = starts - (lengths.cumsum(0) - sizes)[rows]  # of the token at which a round starts, in its text
+        ids = self._padded(texts)
+        state = self._speculator.first_state(torch.cat(self._hidden(texts)))
         parts = []
         for index in range(self.num_drafts):
             inside = places + index < ends
@@ -97,6 +100,21 @@ class MLPTrainer(Trainer):
                 state = self._speculator.next(index, state, ids[rows, places + index - 1])
             parts.append(Predictions(state, starts, torch.full_like(starts, index)))
         return Predictions(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    def _hidden(self, texts: Sequence[Text]) -> list[Tensor]:
+        """Returns what the rounds of each text are drafted from, [A, H]: the target's hidden state at the position
+        before the last token."""
+        found = {text: self._kept[text] for text in texts if text in self._kept}
+        if new := [text for text in texts if text not in found]:
+            with torch.no_grad(), self._precision():
+                states = self._target.model(self._padded(new), use_cache=False).last_hidden_state
+            for text, hidden in zip(new, states, strict=True):
+                places = torch.arange(text.start - 2, len(text.ids) - 2).clamp(min=0)
+                found[text] = hidden[places]
+                self._room -= found[text].nbytes
+                if self._room > 0:
+                    self._kept[text] = found[text]
+        return [found[text] for text in texts]
 
 
 def tensors_of(speculator: MLPSpeculator) -> dict[str, Tensor]:

@@ -22,14 +22,13 @@ from tqdm import tqdm
 from outrider.actors.learning import draft_models
 from outrider.actors.learning.texts import Text
 from outrider.actors.vllm_adapter.offline_answers import TOGETHER, Engine
-from outrider.cluster.config import ConfigError, EngineConfig
+from outrider.cluster.config import ConfigError
 from outrider.cluster.whole_files import UNFINISHED, whole_directory, whole_file
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models, stored
 from outrider.deploy.distill.prompts import read_prompts, tokens_of
 from outrider.deploy.distill.rounds import Measured, measured
 from outrider.deploy.distill.texts import TextStore, alike, answered, held_out, plan
-from outrider.deploy.models.check import read_model_json
 from outrider.deploy.models.identity import Reference
 from outrider.deploy.models.store import read_manifest, write_manifest
 from outrider.deploy.progress import Progress
@@ -96,11 +95,11 @@ class _Run:
         self._start = models.locate(settings.start, "--from") if settings.start else None
         self._layers: list[int] = []
         if settings.kind == MLP:
-            if settings.layers is not None or settings.draft_vocab_size is not None or settings.bits != 16:
-                raise ConfigError(
-                    "--layers, --draft-vocab-size, --bits: of draft models; leave them out for --kind mlp"
-                )
-            self._config = self._speculator_config()
+            if settings.layers or settings.start or settings.draft_vocab_size or settings.bits != 16:
+                raise ConfigError("--kind mlp: takes no --layers, --from, --draft-vocab-size or --bits; leave them out")
+            from outrider.deploy.distill import mlp
+
+            self._config = mlp.config_of(document, settings.k)
         elif self._start is None:
             self._layers = models.choose_layers(int(document["num_hidden_layers"]), settings.layers or 2)
             self._config = models.config_of_layers(document, self._layers)
@@ -136,24 +135,10 @@ class _Run:
         rows = self._train(trainer, train, held, about.get("rows", []), int(about.get("step", 0)))
         return self._finish(trainer, len(held), rows)
 
-    def _speculator_config(self) -> dict[str, Any]:
-        from outrider.actors.drafter.mlp_speculator import SpeculatorShape
-        from outrider.deploy.distill import mlp
-
-        if self._start is None:
-            return mlp.config_of(self._document, self._settings.k)
-        config = read_model_json(EngineConfig(model=str(self._start)), "--from")
-        shape = SpeculatorShape.of(config)
-        shape.check(self._document["vocab_size"], self._document["hidden_size"], self._settings.k)
-        if not shape.tie_weights:
-            raise ConfigError("--from: its heads share no weights (tie_weights), and only such that do are trained")
-        return {**config}
-
     def _trainer(self, texts: list[Text], device: str, dtype: torch.dtype) -> Trainer:
         """Loads the target and makes the drafter. texts: of the training."""
         import torch
 
-        from outrider.actors.drafter.mlp_speculator import MLPSpeculator
         from outrider.actors.learning.train import Trainer
         from outrider.deploy.distill import mlp
         from outrider.deploy.distill.one_pass import MASK_KEY, OnePassTrainer, choose_mask_token
@@ -161,10 +146,7 @@ class _Run:
         settings = self._settings
         target = draft_models.load(self._target, dtype, device)
         if settings.kind == MLP:
-            if self._start is None:
-                speculator = mlp.from_target(target, self._config, settings.seed)
-            else:
-                speculator = MLPSpeculator.load(self._start, torch.float32, device)
+            speculator = mlp.from_target(target, self._config, settings.seed)
             return mlp.MLPTrainer(target, speculator, settings.learning_rate, dtype, settings.seed)
         if self._start is None:
             drafter = models.from_layers(target, self._layers).to(torch.device(device))
@@ -177,6 +159,7 @@ class _Run:
             named = models.draft_vocabulary(texts, settings.draft_vocab_size, vocab_size, ends)
         options = settings.learning_rate, dtype, named, settings.seed
         if settings.kind != ONE_PASS:
+            self._config.pop(MASK_KEY, None)
             return Trainer(drafter, *options)
         mask_token = self._config.setdefault(MASK_KEY, choose_mask_token(self._target, vocab_size, texts))
         return OnePassTrainer(drafter, mask_token, settings.k, *options)
