@@ -16,7 +16,7 @@ from outrider.deploy.preset import resolve_config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", nargs="?", metavar="TARGET", help="checkpoint directory or hub id")
-    parser.add_argument("drafter", nargs="?", metavar="DRAFTER", help="likewise, of a draft model")
+    parser.add_argument("drafter", nargs="?", metavar="DRAFTER", help="likewise, of a draft model or MLP speculator")
     parser.add_argument("--preset", metavar="PRESET_OR_FILE", help="target and drafter of this configuration instead")
     parser.add_argument("--dataset", type=Path, required=True, metavar="FILE", help=".jsonl with prompt or messages")
     parser.add_argument("--limit", type=positive, metavar="N", help="prompts, evenly spread over the file (all)")

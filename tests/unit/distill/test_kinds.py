@@ -153,6 +153,8 @@ def test_a_trained_speculator_is_served_for_its_target_alone(tiny, settings, tmp
     found, last = measured_again(tiny, made, settings.out), last_row(settings.out)
     assert found.overlap == pytest.approx(last["overlap"], abs=1e-5)
     assert found.tallies[-1].by_position == last["by_position"]
+    with pytest.raises(ConfigError, match=r"--k: .*model has 3 heads"):
+        _loaded(tiny, made, K + 1, torch.float32, "cpu")
 
 
 def test_a_one_pass_drafter_names_its_mask_token_and_keeps_its_vocabulary(tiny, settings):
