@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.actors.learning import draft_models
 from outrider.actors.vllm_adapter.offline_answers import TOGETHER
 from outrider.cluster.config import ConfigError, EngineConfig
+from outrider.cluster.vocabulary import mask_token
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models
 from outrider.deploy.distill.prompts import PromptFile, spread, tokens_of
@@ -76,7 +77,7 @@ def _loaded(target: Path, drafter: Path, k: int, dtype: torch.dtype, device: str
     from outrider.actors.drafter.mlp_speculator import ARCHITECTURE, MLPSpeculator
     from outrider.actors.learning.train import Trainer
     from outrider.deploy.distill.mlp import MLPTrainer
-    from outrider.deploy.distill.one_pass import MASK_KEY, OnePassTrainer
+    from outrider.deploy.distill.one_pass import OnePassTrainer
 
     document = read_model_json(EngineConfig(model=str(drafter)), "DRAFTER")
     if document.get("architectures") == [ARCHITECTURE]:
@@ -88,8 +89,8 @@ def _loaded(target: Path, drafter: Path, k: int, dtype: torch.dtype, device: str
             )
         return MLPTrainer(draft_models.load(target, dtype, device), speculator, 0.0, dtype)
     model = draft_models.load(drafter, dtype, device)
-    if MASK_KEY in document:
-        return OnePassTrainer(model, int(document[MASK_KEY]), k, 0.0, dtype)
+    if (mask := mask_token(document)) is not None:
+        return OnePassTrainer(model, mask, k, 0.0, dtype)
     return Trainer(model, 0.0, dtype)
 
 

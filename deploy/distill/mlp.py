@@ -42,7 +42,7 @@ def config_of(document: Mapping[str, Any], num_heads: int) -> dict[str, Any]:
 def from_target(target: PreTrainedModel, config: Mapping[str, Any], seed: int) -> MLPSpeculator:
     """Returns a float32 speculator with the target's embeddings, scaled as random ones would be, and its head.
 
-    From random ones it would have to learn the vocabulary first, which IBM did with billions of tokens.
+    Few texts name each token too seldom to learn its embedding from nothing; IBM trained on billions of tokens.
     """
     shape = SpeculatorShape.of(config)
     generator = torch.Generator().manual_seed(seed)

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
     from outrider.actors.learning.texts import Text
 
-MASK_KEY = "pard_token"
-"""Key in config.json of the mask token, as vLLM's ``parallel_drafting`` reads it."""
-
 RETENTION, LEAST_RETENTION = 0.7, 0.2
 """Share of the rounds whose next mask token is kept, and the lowest share of all: the paper's."""
 

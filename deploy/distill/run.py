@@ -23,6 +23,7 @@ from outrider.actors.learning import draft_models
 from outrider.actors.learning.texts import Text
 from outrider.actors.vllm_adapter.offline_answers import TOGETHER, Engine
 from outrider.cluster.config import ConfigError
+from outrider.cluster.vocabulary import MASK_TOKENS, mask_token
 from outrider.cluster.whole_files import UNFINISHED, whole_directory, whole_file
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models, stored
@@ -141,7 +142,7 @@ class _Run:
 
         from outrider.actors.learning.train import Trainer
         from outrider.deploy.distill import mlp
-        from outrider.deploy.distill.one_pass import MASK_KEY, OnePassTrainer, choose_mask_token
+        from outrider.deploy.distill.one_pass import OnePassTrainer, choose_mask_token
 
         settings = self._settings
         target = draft_models.load(self._target, dtype, device)
@@ -159,10 +160,12 @@ class _Run:
             named = models.draft_vocabulary(texts, settings.draft_vocab_size, vocab_size, ends)
         options = settings.learning_rate, dtype, named, settings.seed
         if settings.kind != ONE_PASS:
-            self._config.pop(MASK_KEY, None)
+            for name in MASK_TOKENS:  # of a one-pass drafter that becomes a sequential one
+                self._config.pop(name, None)
             return Trainer(drafter, *options)
-        mask_token = self._config.setdefault(MASK_KEY, choose_mask_token(self._target, vocab_size, texts))
-        return OnePassTrainer(drafter, mask_token, settings.k, *options)
+        if (mask := mask_token(self._config)) is None:
+            mask = self._config["pard_token"] = choose_mask_token(self._target, vocab_size, texts)
+        return OnePassTrainer(drafter, mask, settings.k, *options)
 
     def _agree(self) -> None:
         """Raises ConfigError if the directory holds a run with other settings. Files are compared by content."""
