@@ -96,8 +96,8 @@ class _Run:
         self._start = models.locate(settings.start, "--from") if settings.start else None
         self._layers: list[int] = []
         if settings.kind == MLP:
-            if settings.layers or settings.start or settings.draft_vocab_size or settings.bits != 16:
-                raise ConfigError("--kind mlp: takes no --layers, --from, --draft-vocab-size or --bits; leave them out")
+            if settings.layers or settings.start or settings.draft_vocab_size:
+                raise ConfigError("--kind mlp: takes no --layers, --from or --draft-vocab-size; leave them out")
             from outrider.deploy.distill import mlp
 
             self._config = mlp.config_of(document, settings.k)
@@ -271,15 +271,13 @@ class _Run:
             "versions": versions(),
         }
         tensors = _trained(trainer)
-        if self._settings.kind == MLP:
-            stored.write_whole(out / "model", self._target, self._reference, self._config, tensors, made)
-            self._progress.say(f"written to {out / 'model'}")
-            return out / "model"
         if self._start is not None and not models.same_embeddings(self._target, self._start):
             tensors |= {name: tensor for name, tensor in draft_models.tensors_of(self._start) if name not in tensors}
         vocabulary = None if named is None else named.tolist()
         kept = out / "drafter"
-        stored.store(kept, self._reference, self._target, self._config, tensors, made, vocabulary, self._settings.bits)
+        settings = self._settings
+        about = tensors, made, vocabulary, settings.bits, settings.kind != MLP
+        stored.store(kept, self._reference, self._target, self._config, *about)
         stored.assemble(kept, self._target, out / "model", self._reference)
         size = (kept / stored.TENSORS).stat().st_size
         self._progress.say(f"stored in {kept} ({size / 1e6:.1f} MB), assembled in {out / 'model'}")

@@ -64,6 +64,7 @@ def store(
     made: Mapping[str, Any],
     draft_vocabulary: Sequence[int] | None = None,
     bits: int = 16,
+    borrows: bool = True,
 ) -> None:
     """Writes a stored drafter.
 
@@ -71,19 +72,20 @@ def store(
         checkpoint: The target's directory.
         trained: All tensors that the drafter does not take from the target, float32. They are stored in the target's
             type, matrices as int8 if bits is 8.
+        borrows: It takes the target's tensors outside of the layers, but for those in trained.
     """
     import torch
     from safetensors.torch import save_file
 
     dtypes = {name: tensor.dtype for name, tensor in tensors_of(checkpoint)}
     kept = dtypes.get("model.norm.weight", torch.bfloat16)
-    borrowed = [name for name in dtypes if not name.startswith("model.layers.") and name not in trained]
+    outside = [name for name in dtypes if not name.startswith("model.layers.") and name not in trained]
     with whole_directory(out) as work:
         save_file(_packed(trained, kept, bits), work / TENSORS, metadata={"format": "pt"})
         description = Description(
             target,
             {**config, "dtype": str(kept).removeprefix("torch.")},
-            borrowed,
+            outside if borrows else [],
             _file_digest(work / TENSORS),
             dict(made),
             None if draft_vocabulary is None else list(draft_vocabulary),
@@ -113,7 +115,7 @@ def assemble(stored: Path, target: Path, out: Path, found: Reference | None = No
     Raises:
         ConfigError: The target is another one, a file is damaged, or the directory holds something else.
     """
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file, save_file
 
     if out.exists() and DRAFTER_OF not in (read_manifest(out) or {}):
         raise ConfigError(f"--out: {out} is there and no assembled drafter; move it away, or choose another place")
@@ -132,46 +134,17 @@ def assemble(stored: Path, target: Path, out: Path, found: Reference | None = No
     if description.config.get("tie_word_embeddings"):
         borrowed.pop(HEAD, None)
     with whole_directory(out) as work:
+        tensors = {**borrowed, **_unpacked(load_file(stored / TENSORS), description.config["dtype"])}
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, work / "model.safetensors", {"format": "pt"})
+        (work / "config.json").write_text(json.dumps(description.config, indent=2) + "\n")
         if description.draft_vocabulary:
             (work / VOCABULARY_FILE).write_text(json.dumps(description.draft_vocabulary) + "\n")
         for name in TOKENIZER_FILES:
             if (target / name).is_file():
                 shutil.copyfile(target / name, work / name)
-        tensors = {**borrowed, **_unpacked(load_file(stored / TENSORS), description.config["dtype"])}
-        about = {"tensors_sha256": description.tensors_sha256}
-        _write_checkpoint(work, target, description.target, description.config, tensors, about)
-
-
-def write_whole(
-    out: Path,
-    target: Path,
-    reference: Reference,
-    config: Mapping[str, Any],
-    trained: Mapping[str, torch.Tensor],
-    made: Mapping[str, Any],
-) -> None:
-    """Writes the whole checkpoint of a drafter that takes no tensor from its target, in the target's type."""
-    dtype = next(tensor.dtype for name, tensor in tensors_of(target) if name == "model.norm.weight")
-    with whole_directory(out) as work:
-        _write_checkpoint(work, target, reference, config, _packed(trained, dtype, 16), {"made": dict(made)})
-
-
-def _write_checkpoint(
-    work: Path,
-    target: Path,
-    reference: Reference,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    about: Mapping[str, Any],
-) -> None:
-    """Writes tensors and config.json to a directory, and its manifest, which names the target and what it is about."""
-    from safetensors.torch import save_file
-
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, work / "model.safetensors", {"format": "pt"})
-    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    made_for = {**asdict(reference), "shapes_sha256": weights_digest(target, contents=False)}
-    write_manifest(work, {DRAFTER_OF: made_for, **about})
+        made_for = {**asdict(description.target), "shapes_sha256": weights_digest(target, contents=False)}
+        write_manifest(work, {DRAFTER_OF: made_for, "tensors_sha256": description.tensors_sha256})
 
 
 def _packed(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, bits: int) -> dict[str, torch.Tensor]:
