@@ -132,8 +132,8 @@ class MLPSpeculator:
                 sampling = DraftSampling(mode, 1.0, top_p=top_p, top_n=top_n if mode.samples_q else 0)
                 self.draft(hidden, [0], [sampling], [1], [num_drafts])
 
-    def next(self, index: int, state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Applies one head. Returns the next state [B, D] and the logits [B, V].
+    def next(self, index: int, state: Tensor, token_ids: Tensor) -> Tensor:
+        """Applies one head up to its output layer. Returns the next state [B, D].
 
         Args:
             index: of the head.
@@ -143,8 +143,7 @@ class MLPSpeculator:
         head = self.heads[index]
         state = functional.linear(state, head.proj)
         state = state + functional.embedding(token_ids, head.emb) * self._token_weight
-        state = functional.gelu(_normalised(state) * head.scale + head.shift)
-        return state, functional.linear(state, head.head)
+        return functional.gelu(_normalised(state) * head.scale + head.shift)
 
     def first_state(self, hidden: Tensor) -> Tensor:
         """Returns what head 0 takes of the target's hidden states [B, H]."""
@@ -174,7 +173,8 @@ class MLPSpeculator:
             if not rows:
                 break
             (tokens,) = to_device([np.array([last[row] for row in rows])], state.device)
-            state, logits = self.next(index, state, tokens)
+            state = self.next(index, state, tokens)
+            logits = functional.linear(state, self.heads[index].head)
             draws = [Draw(samplings[row], positions[row] + index, positions[row]) for row in rows]
             for row, drawn in zip(rows, draw(logits, draws), strict=True):
                 if drawn.usable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,9 +31,18 @@ SAMPLED_IDS = 2048
 1.47 s with the whole head of 49,152, for the same gain (docs/learning.md)."""
 
 MAX_GRADIENT = 1.0
-_WIDTH, _POSITIONS = 32, 64
+WIDTH, POSITIONS = 32, 64
 """What a step computes is filled up to multiples of these: kernels are made for each new shape on a CPU, and kept for
 so many of them."""
+
+
+class Predictions(NamedTuple):
+    """Holds what predicts P tokens of the answers: token starts + ahead of all answers, each int64 [P] on the CPU, as
+    draft number `ahead` of a round that starts at token `starts`. hidden: [P, H], the output head's input."""
+
+    hidden: Tensor
+    starts: Tensor
+    ahead: Tensor
 
 
 def fastest_dtype(device: str) -> torch.dtype:
@@ -45,7 +54,10 @@ def fastest_dtype(device: str) -> torch.dtype:
 
 
 class Trainer:
-    """Updates a drafter in place, and measures it."""
+    """Updates a drafter in place, and measures it. Kinds of drafters differ in `_predictions`."""
+
+    num_drafts = 1
+    """Drafts that are predicted from one text; a sequential drafter's others depend on the drafts before them."""
 
     def __init__(
         self,
@@ -58,23 +70,36 @@ class Trainer:
         """drafter: float32; its embeddings and head stay as they are, in dtype. dtype: of its forward pass; bfloat16 is
         mixed with float32 where torch says so. named_ids: the draft vocabulary, ascending; None: what the target names
         in a step's texts."""
-        self.drafter, self._learning_rate, self._dtype, self._seed = drafter, learning_rate, dtype, seed
-        self._device = drafter.device
-        if self._device.type == "cpu":
+        self.drafter = drafter
+        if drafter.device.type == "cpu":
             drafter.set_attn_implementation("eager")  # torch's fused one takes far longer backwards there
         drafter.requires_grad_(True)
         for module in (drafter.get_input_embeddings(), drafter.get_output_embeddings()):
             module.weight.requires_grad_(False)
             module.weight.data = module.weight.data.to(dtype)
-        self._head: Tensor = drafter.get_output_embeddings().weight
+        trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+        self._set_up(trained, drafter.get_output_embeddings().weight, learning_rate, dtype, named_ids, seed)
+
+    def _set_up(
+        self,
+        trained: dict[str, Tensor],
+        head: Tensor,
+        learning_rate: float,
+        dtype: torch.dtype,
+        named_ids: Tensor | None,
+        seed: int,
+    ) -> None:
+        """Keeps what is trained, by name, and the output head [V, H], which may be trained too."""
+        self.trained, self._head = trained, head
+        self._learning_rate, self._dtype, self._seed = learning_rate, dtype, seed
+        self._device = head.device
         self.named_ids = named_ids
-        self.vocab_size = self._head.shape[0]
-        self.trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+        self.vocab_size = head.shape[0]
         self.skipped = 0
         """Steps whose gradient was not finite: one such update would leave a drafter of nothing else."""
 
         self.optimizer = torch.optim.AdamW(
-            self.trained.values(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            trained.values(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
 
     def step(self, number: int, rate: float, batch: Sequence[Text]) -> tuple[float, float]:
@@ -82,11 +107,11 @@ class Trainer:
 
         The same number draws the same tokens, so that a resumed run does what an uninterrupted one does.
         """
-        ids = self._draft_ids(batch, random.Random(f"{self._seed}:{number}").getrandbits(62))
-        self.drafter.train()
+        chance = random.Random(f"{self._seed}:{number}")
+        ids = self._draft_ids(batch, chance.getrandbits(62))
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate * rate
-        loss, overlap = mixed(*self._terms(batch, ids))
+        loss, overlap = self._loss(batch, ids, chance.getrandbits(62))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), MAX_GRADIENT)
@@ -105,24 +130,23 @@ class Trainer:
         ]
 
     def drafted(self, texts: Sequence[Text]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields for each text, at each token of its answer, whether the likeliest draft is the token, and the overlap;
-        float32 on the CPU. The likeliest draft is of all tokens, draft vocabulary or not."""
-        self.drafter.eval()
+        """Yields for each text, by the token of its answer [A, num_drafts] at which a round starts and by draft,
+        whether the likeliest draft is the text's token, and the overlap; float32 on the CPU, 0 behind the answer's end.
+        The likeliest draft is of all tokens, draft vocabulary or not."""
         every = DraftIds.every(self.vocab_size, self._device)
+        size = max(EVAL_BATCH // self.num_drafts, 1)
         with torch.no_grad():
-            for at in range(0, len(texts), EVAL_BATCH):
-                batch = texts[at : at + EVAL_BATCH]
-                likeliest, overlaps = [], []
-                for hidden, top_ids, top_log_p in zip(
-                    *(part.split(EVAL_ROWS) for part in self._predicting(batch)), strict=True
+            for batch in (texts[at : at + size] for at in range(0, len(texts), size)):
+                ids, top_ids, top_log_p = self._answers(batch)
+                same, overlap = torch.zeros(2, len(ids), self.num_drafts)
+                for hidden, starts, ahead in zip(
+                    *(part.split(EVAL_ROWS) for part in self._predictions(batch)), strict=True
                 ):
-                    logits = head(hidden, self._head, None)
-                    likeliest.append(logits.argmax(-1).cpu())
-                    overlaps.append(distances(*every.log_q(logits, top_ids), top_log_p)[1].cpu())
+                    logits, at = self._logits(hidden, None), (starts + ahead).to(self._device)
+                    same[starts, ahead] = (logits.argmax(-1) == ids[at]).float().cpu()
+                    overlap[starts, ahead] = distances(*every.log_q(logits, top_ids[at]), top_log_p[at])[1].cpu()
                 lengths = [len(text.ids) - text.start for text in batch]
-                drafts, overlap = torch.cat(likeliest).split(lengths), torch.cat(overlaps).split(lengths)
-                for text, drafted, shared in zip(batch, drafts, overlap, strict=True):
-                    yield (drafted == torch.from_numpy(text.ids[text.start :])).float(), shared
+                yield from zip(same.split(lengths), overlap.split(lengths), strict=True)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies tensors into those that are trained."""
@@ -142,24 +166,40 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
 
-    def _predicting(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the drafter's hidden states [P, H] that predict the answers' tokens, and the target's likeliest."""
-        ids = pad_sequence([torch.from_numpy(text.ids).long() for text in texts], batch_first=True)
-        ids = functional.pad(ids, (0, -ids.shape[1] % _WIDTH))  # behind, where it is not seen: no mask is needed
-        with self._precision():
-            states = self.drafter.model(ids.to(self._device), use_cache=False).last_hidden_state
-        hidden = [states[row, text.start - 1 : len(text.ids) - 1] for row, text in enumerate(texts)]
-        top_ids, top_log_p = (
-            torch.from_numpy(np.concatenate(part)).to(self._device)
-            for part in ([text.top_ids for text in texts], [text.top_log_p for text in texts])
-        )
-        return torch.cat(hidden), top_ids.long(), top_log_p.float()
+    def _answers(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the tokens of all answers, int64 [A], and the target's likeliest at each: int64, float32 [A, T]."""
+        parts = [text.ids[text.start :] for text in texts], [text.top_ids for text in texts]
+        ids, top_ids = (torch.from_numpy(np.concatenate(part)).long().to(self._device) for part in parts)
+        return ids, top_ids, torch.from_numpy(np.concatenate([t.top_log_p for t in texts])).float().to(self._device)
 
-    def _terms(self, texts: Sequence[Text], ids: DraftIds) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns KL, overlap and weight [P]: at every token of the answers, and of no weight the last one again."""
-        parts = self._predicting(texts)
-        count = len(parts[0])
-        places = torch.arange(count + -count % _POSITIONS, device=self._device)
-        hidden, top_ids, top_log_p = (each[places.clamp(max=count - 1)] for each in parts)
-        log_q, named = ids.log_q(head(hidden, self._head, ids.ids), top_ids)
-        return *distances(log_q, named, top_log_p), (places < count).float()
+    def _padded(self, texts: Sequence[Text]) -> Tensor:
+        """Returns the texts' tokens, filled up behind, where it is not seen: no mask is needed."""
+        ids = pad_sequence([torch.from_numpy(text.ids).long() for text in texts], batch_first=True)
+        return functional.pad(ids, (0, -ids.shape[1] % WIDTH)).to(self._device)
+
+    def _predictions(self, texts: Sequence[Text], seed: int | None = None) -> Predictions:
+        """Runs the drafter over texts. seed: of what a kind of drafter leaves out in training; None: nothing."""
+        self.drafter.train(torch.is_grad_enabled())
+        with self._precision():
+            states = self.drafter.model(self._padded(texts), use_cache=False).last_hidden_state
+        hidden = torch.cat([states[row, text.start - 1 : len(text.ids) - 1] for row, text in enumerate(texts)])
+        starts = torch.arange(len(hidden))
+        return Predictions(hidden, starts, torch.zeros_like(starts))
+
+    def _logits(self, hidden: Tensor, ids: Tensor | None) -> Tensor:
+        with self._precision():
+            return head(hidden, self._head, ids)
+
+    def _loss(self, texts: Sequence[Text], ids: DraftIds, seed: int) -> tuple[Tensor, Tensor]:
+        """Returns the mean over the drafts of a round of the loss, and of the overlap without gradient."""
+        hidden, starts, ahead = self._predictions(texts, seed)
+        _, top_ids, top_log_p = self._answers(texts)
+        count = len(hidden)
+        places = torch.arange(count + -count % POSITIONS)
+        real, places = places < count, places.clamp(max=count - 1)  # the last one again, of no weight
+        at, ahead = (starts + ahead)[places].to(self._device), ahead[places]
+        log_q, named = ids.log_q(self._logits(hidden[places.to(self._device)], ids.ids), top_ids[at])
+        terms = distances(log_q, named, top_log_p[at])
+        weights = [(real & (ahead == draft)).float().to(self._device) for draft in range(self.num_drafts)]
+        losses, overlaps = zip(*(mixed(*terms, weight) for weight in weights), strict=True)
+        return torch.stack(losses).mean(), torch.stack(overlaps).mean()

@@ -14,7 +14,7 @@ from outrider.deploy.cli.arguments import add_device_arguments, check_can_write,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="checkpoint directory or hub id")
-    parser.add_argument("drafter", metavar="DRAFTER", help="likewise, of a draft model")
+    parser.add_argument("drafter", metavar="DRAFTER", help="likewise, of a draft model or MLP speculator")
     parser.add_argument("--dataset", type=Path, required=True, metavar="FILE", help=".jsonl with prompt or messages")
     parser.add_argument("--limit", type=positive, metavar="N", help="prompts, evenly spread over the file (all)")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, not a text to continue")

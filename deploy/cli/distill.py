@@ -20,6 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, nargs="+", default=[], metavar="PROMPTS", help=".jsonl with prompt or messages"
     )
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--kind",
+        choices=("draft_model", "one_pass", "mlp"),
+        default="draft_model",
+        help="a draft model, one that drafts a round in one pass (PARD), or an MLP speculator",
+    )
+    kind.add_argument("--one-pass", dest="kind", action="store_const", const="one_pass", help="--kind one_pass")
+    parser.add_argument("--k", type=positive, default=4, metavar="K", help="drafts a round, of an MLP its heads (4)")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--layers", type=positive, metavar="L", help="of the target's, to start from (default: 2)")
     start.add_argument("--from", dest="start", metavar="DRAFTER", help="train this one further")
@@ -63,6 +72,6 @@ def _made(args: argparse.Namespace) -> Path:
     logging.disable_progress_bar()
     keep_large_blocks()
     same = {field.name: getattr(args, field.name) for field in fields(Settings)}
-    layers = args.layers if args.start else args.layers or 2
+    layers = args.layers if args.start or args.kind == "mlp" else args.layers or 2
     settings = Settings(**{**same, "data": tuple(args.data), "layers": layers})
     return distill(settings, Progress())

@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.actors.learning import draft_models
 from outrider.actors.vllm_adapter.offline_answers import TOGETHER
+from outrider.cluster.config import ConfigError, EngineConfig
+from outrider.cluster.vocabulary import mask_token
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models
 from outrider.deploy.distill.prompts import PromptFile, spread, tokens_of
 from outrider.deploy.distill.rounds import measured
 from outrider.deploy.distill.texts import answered, plan
+from outrider.deploy.models.check import read_model_json
 from outrider.deploy.models.identity import check_made_for
 
 if TYPE_CHECKING:
     import torch
+
+    from outrider.actors.learning.train import Trainer
 
 
 def measure(
@@ -35,19 +40,18 @@ def measure(
     Args:
         limit: Number of prompts, evenly spread over the file. None: all.
     """
-    from outrider.actors.learning.train import Trainer
-
     prompts = spread(data.prompts, limit)
     document = models.check_architecture(target, "TARGET")
     models.check_same_tokens_of(target, drafter)
     check_made_for(target, drafter, every_tensor=True)
+    trainer = _loaded(target, drafter, k, dtype, device)
     room = int(document.get("max_position_embeddings") or 1 << 20) - max_tokens
     tokens = tokens_of(prompts, models.load_tokenizer(target), room, chat, "--dataset")
     longest = max(map(len, tokens)) + max_tokens
     engine = models.engine(target, document, dtype, device, longest)
     jobs = plan(len(tokens), set(), 1, TOGETHER, 0)
     texts = [text for _, made in answered(engine, jobs, tokens, max_tokens, 0) for text in made]
-    found = measured(Trainer(draft_models.load(drafter, dtype, device), 0.0, dtype), texts, k)
+    found = measured(trainer, texts, k)
     return {
         "acceptance_rate": found.tallies[-1].acceptance_rate,
         "by_position": found.tallies[-1].by_position,
@@ -66,6 +70,28 @@ def measure(
         "machine": machine(()),
         "versions": versions(),
     }
+
+
+def _loaded(target: Path, drafter: Path, k: int, dtype: torch.dtype, device: str) -> Trainer:
+    """Loads a drafter of the kind that its config.json tells. Raises ConfigError."""
+    from outrider.actors.drafter.mlp_speculator import ARCHITECTURE, MLPSpeculator
+    from outrider.actors.learning.train import Trainer
+    from outrider.deploy.distill.mlp import MLPTrainer
+    from outrider.deploy.distill.one_pass import OnePassTrainer
+
+    document = read_model_json(EngineConfig(model=str(drafter)), "DRAFTER")
+    if document.get("architectures") == [ARCHITECTURE]:
+        speculator = MLPSpeculator.load(drafter, dtype, device)
+        if k > speculator.shape.n_predict or not speculator.shape.tie_weights:
+            raise ConfigError(
+                f"--k: {drafter} has {speculator.shape.n_predict} heads, and tie_weights is "
+                f"{speculator.shape.tie_weights}; at most one draft a head is measured, where heads share their weights"
+            )
+        return MLPTrainer(draft_models.load(target, dtype, device), speculator, 0.0, dtype)
+    model = draft_models.load(drafter, dtype, device)
+    if (mask := mask_token(document)) is not None:
+        return OnePassTrainer(model, mask, k, 0.0, dtype)
+    return Trainer(model, 0.0, dtype)
 
 
 def table(report: dict[str, Any]) -> str:

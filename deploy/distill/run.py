@@ -1,5 +1,7 @@
 """Runs ``outrider distill``: generates texts, trains a drafter on them, stores and assembles it.
 
+A drafter is of one of the kinds that `Trainer` has subclasses for.
+
 All files are in one directory: ``run.json`` (the settings, in which a resumed run must agree), ``texts``,
 ``checkpoints``, and at the end ``progress.jsonl``, ``drafter`` (stored) and ``model`` (assembled).
 """
@@ -21,6 +23,7 @@ from outrider.actors.learning import draft_models
 from outrider.actors.learning.texts import Text
 from outrider.actors.vllm_adapter.offline_answers import TOGETHER, Engine
 from outrider.cluster.config import ConfigError
+from outrider.cluster.vocabulary import MASK_TOKENS, mask_token
 from outrider.cluster.whole_files import UNFINISHED, whole_directory, whole_file
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models, stored
@@ -40,9 +43,11 @@ SAVE_EVERY_S = 60.0
 EVALUATIONS = 16
 """Number of evaluations during a whole training."""
 
-EVAL_K = 3
 WARM_UP = 0.05
 """Share of the training in which the learning rate rises."""
+
+ONE_PASS, MLP = "one_pass", "mlp"
+"""Kinds of drafters; the other one is draft_model."""
 
 _TENSORS, _OPTIMIZER = "trained.safetensors", "optimizer.pt"
 
@@ -54,6 +59,8 @@ class Settings:
     target: str
     data: tuple[Path, ...]
     out: Path
+    kind: str  # draft_model, one_pass or mlp
+    k: int  # drafts a round: the heads of an MLP speculator, what a one-pass drafter is trained for
     layers: int | None
     start: str | None  # the drafter to train further; None: the target's own layers
     steps: int
@@ -88,7 +95,13 @@ class _Run:
         document = self._document = models.check_architecture(self._target, "TARGET")
         self._start = models.locate(settings.start, "--from") if settings.start else None
         self._layers: list[int] = []
-        if self._start is None:
+        if settings.kind == MLP:
+            if settings.layers or settings.start or settings.draft_vocab_size:
+                raise ConfigError("--kind mlp: takes no --layers, --from or --draft-vocab-size; leave them out")
+            from outrider.deploy.distill import mlp
+
+            self._config = mlp.config_of(document, settings.k)
+        elif self._start is None:
             self._layers = models.choose_layers(int(document["num_hidden_layers"]), settings.layers or 2)
             self._config = models.config_of_layers(document, self._layers)
         else:
@@ -107,23 +120,11 @@ class _Run:
         import torch
         from safetensors.torch import load_file
 
-        from outrider.actors.learning.train import Trainer
-
         settings = self._settings
         device, dtype = models.device_and_dtype(settings.device, settings.dtype)
-        target = draft_models.load(self._target, dtype, device)
         engine = models.engine(self._target, self._document, dtype, device, settings.seq_len)
         train, held = self._texts(engine)
-        if self._start is None:
-            drafter = models.from_layers(target, self._layers).to(torch.device(device))
-        else:
-            drafter = draft_models.load(self._start, torch.float32, device)
-        vocab_size = min(model.get_output_embeddings().weight.shape[0] for model in (drafter, target))
-        named = None
-        if settings.draft_vocab_size is not None and settings.draft_vocab_size < vocab_size:
-            ends = {token for token in models.ends_of(self._target) if token < vocab_size}
-            named = models.draft_vocabulary(train, settings.draft_vocab_size, vocab_size, ends)
-        trainer = Trainer(drafter, settings.learning_rate, dtype, named, settings.seed)
+        trainer = self._trainer(train, device, dtype)
         about: dict[str, Any] = {}
         if complete := self._complete():
             saved = complete[-1]
@@ -134,6 +135,37 @@ class _Run:
             self._progress.say(f"going on from step {about['step']}")
         rows = self._train(trainer, train, held, about.get("rows", []), int(about.get("step", 0)))
         return self._finish(trainer, len(held), rows)
+
+    def _trainer(self, texts: list[Text], device: str, dtype: torch.dtype) -> Trainer:
+        """Loads the target and makes the drafter. texts: of the training."""
+        import torch
+
+        from outrider.actors.learning.train import Trainer
+        from outrider.deploy.distill import mlp
+        from outrider.deploy.distill.one_pass import OnePassTrainer, choose_mask_token
+
+        settings = self._settings
+        target = draft_models.load(self._target, dtype, device)
+        if settings.kind == MLP:
+            speculator = mlp.from_target(target, self._config, settings.seed)
+            return mlp.MLPTrainer(target, speculator, settings.learning_rate, dtype, settings.seed)
+        if self._start is None:
+            drafter = models.from_layers(target, self._layers).to(torch.device(device))
+        else:
+            drafter = draft_models.load(self._start, torch.float32, device)
+        vocab_size = min(model.get_output_embeddings().weight.shape[0] for model in (drafter, target))
+        named = None
+        if settings.draft_vocab_size is not None and settings.draft_vocab_size < vocab_size:
+            ends = {token for token in models.ends_of(self._target) if token < vocab_size}
+            named = models.draft_vocabulary(texts, settings.draft_vocab_size, vocab_size, ends)
+        options = settings.learning_rate, dtype, named, settings.seed
+        if settings.kind != ONE_PASS:
+            for name in MASK_TOKENS:  # of a one-pass drafter that becomes a sequential one
+                self._config.pop(name, None)
+            return Trainer(drafter, *options)
+        if (mask := mask_token(self._config)) is None:
+            mask = self._config["pard_token"] = choose_mask_token(self._target, vocab_size, texts)
+        return OnePassTrainer(drafter, mask, settings.k, *options)
 
     def _agree(self) -> None:
         """Raises ConfigError if the directory holds a run with other settings. Files are compared by content."""
@@ -176,7 +208,7 @@ class _Run:
         """Trains from a step to the last. Returns the rows of all evaluations, after the given ones."""
         steps, losses, saved_at = self._settings.steps, [], time.monotonic()
         if not rows:
-            rows = [self._row(step, [], measured(trainer, held, EVAL_K))]
+            rows = [self._row(step, [], measured(trainer, held, self._settings.k))]
         with tqdm(total=steps, initial=step, desc="training", unit="step") as bar:
             while step < steps:
                 batch = alike(train, self._settings.batch_size, random.Random(f"{self._settings.seed}:{step}"))
@@ -186,7 +218,7 @@ class _Run:
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 bar.update()
                 if step * EVALUATIONS // steps > (step - 1) * EVALUATIONS // steps:
-                    rows.append(self._row(step, losses, measured(trainer, held, EVAL_K)))
+                    rows.append(self._row(step, losses, measured(trainer, held, self._settings.k)))
                     losses = []
                 if time.monotonic() - saved_at > SAVE_EVERY_S or step == steps:
                     self._save(trainer, rows, step)
@@ -243,7 +275,9 @@ class _Run:
             tensors |= {name: tensor for name, tensor in draft_models.tensors_of(self._start) if name not in tensors}
         vocabulary = None if named is None else named.tolist()
         kept = out / "drafter"
-        stored.store(kept, self._reference, self._target, self._config, tensors, made, vocabulary, self._settings.bits)
+        settings = self._settings
+        about = tensors, made, vocabulary, settings.bits, settings.kind != MLP
+        stored.store(kept, self._reference, self._target, self._config, *about)
         stored.assemble(kept, self._target, out / "model", self._reference)
         size = (kept / stored.TENSORS).stat().st_size
         self._progress.say(f"stored in {kept} ({size / 1e6:.1f} MB), assembled in {out / 'model'}")

@@ -64,6 +64,7 @@ def store(
     made: Mapping[str, Any],
     draft_vocabulary: Sequence[int] | None = None,
     bits: int = 16,
+    borrows: bool = True,
 ) -> None:
     """Writes a stored drafter.
 
@@ -71,19 +72,20 @@ def store(
         checkpoint: The target's directory.
         trained: All tensors that the drafter does not take from the target, float32. They are stored in the target's
             type, matrices as int8 if bits is 8.
+        borrows: It takes the target's tensors outside of the layers, but for those in trained.
     """
     import torch
     from safetensors.torch import save_file
 
     dtypes = {name: tensor.dtype for name, tensor in tensors_of(checkpoint)}
     kept = dtypes.get("model.norm.weight", torch.bfloat16)
-    borrowed = [name for name in dtypes if not name.startswith("model.layers.") and name not in trained]
+    outside = [name for name in dtypes if not name.startswith("model.layers.") and name not in trained]
     with whole_directory(out) as work:
         save_file(_packed(trained, kept, bits), work / TENSORS, metadata={"format": "pt"})
         description = Description(
             target,
             {**config, "dtype": str(kept).removeprefix("torch.")},
-            borrowed,
+            outside if borrows else [],
             _file_digest(work / TENSORS),
             dict(made),
             None if draft_vocabulary is None else list(draft_vocabulary),

@@ -191,7 +191,8 @@ def fit_mlp_speculator(path: Path, target: Path, texts: Sequence[Sequence[int]],
             count = len(tokens) - NUM_MLP_HEADS - 1
             state = speculator.first_state(hidden[:count])
             for index in range(NUM_MLP_HEADS):
-                state, logits = speculator.next(index, state, tokens[index + 1 :][:count])
+                state = speculator.next(index, state, tokens[index + 1 :][:count])
+                logits = torch.nn.functional.linear(state, speculator.heads[index].head)
                 loss = loss + torch.nn.functional.cross_entropy(logits, tokens[index + 2 :][:count])
         optimizer.zero_grad()
         loss.backward()

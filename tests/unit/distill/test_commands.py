@@ -42,6 +42,7 @@ def failure(capsys, *arguments):
         (["--data", "nowhere.jsonl"], "--data: nowhere.jsonl: no such file"),
         (["--data", "{data}", "--chat", "--layers", "1"], "no chat template takes it"),
         (["--data", "{data}", "--from", "{data}"], "--from: "),
+        (["--data", "{data}", "--kind", "mlp", "--layers", "1"], "--kind mlp: takes no --layers, --from"),
         (["--assemble", "{data}"], "is no stored drafter"),
     ],
 )

@@ -28,7 +28,8 @@ def prompts(tmp_path):
 def a_run(target, prompts, out, **changes):
     out.mkdir(exist_ok=True)
     settings = {
-        "target": str(target), "data": (prompts,), "out": out, "layers": 1, "start": None, "steps": 10,
+        "target": str(target), "data": (prompts,), "out": out, "kind": "draft_model", "k": 3, "layers": 1,
+        "start": None, "steps": 10,
         "seq_len": 64, "answer_tokens": 16, "samples": 1, "chat": False, "draft_vocab_size": None,
         "learning_rate": 1e-3, "batch_size": 4, "seed": 0, "device": "cpu", "dtype": "float32",
         "bits": 16,

@@ -14,12 +14,13 @@ from tests.unit.learning.tiny_learner import END, VOCAB
 def test_greedy_rounds_are_walked_as_they_would_run():
     # Drafts that would match: round 1 accepts two and is rejected at the third; the next starts behind that token.
     tally = Tally(3)
-    tally.add([1, 1, 0, 1, 0, 1, 1, 1, 0, 0, 0])
+    matches = [1, 1, 0, 1, 0, 1, 1, 1, 0, 0, 0]
+    tally.add([matches[start : start + 3] for start in range(11)])
     # Starts at 0 (2 accepted), 3 (1), 5 (3, and the bonus token at 8); 9 and 10 have no room for a whole round.
     assert (tally.rounds, tally.reached, tally.accepted) == (3, [3, 3, 2], [3, 2, 1])
     assert tally.tokens_per_round == pytest.approx(3)
     assert tally.acceptance_rate == pytest.approx(6 / 9)
-    tally.add([1, 1])  # too short for a round
+    tally.add([[1, 1], [1]])  # too short for a round
     assert tally.by_position == [1.0, 2 / 3, 0.5]
 
 

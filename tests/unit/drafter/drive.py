@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from outrider.cluster.link.messages import (
     DraftOrigin,
+    DraftPath,
     DraftSampling,
     Open,
     PrefetchedProposal,
