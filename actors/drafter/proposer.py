@@ -40,7 +40,7 @@ class Sequence:
 
         self.num_speculative_tokens = 0
         self.num_paths = 1
-        """Paths of a proposal that the verifier can take."""
+        """The last commit's, see `Commit`."""
 
         self.text: list[int] = []
         """The prompt tokens that have arrived; once the prompt is complete, all committed tokens."""
@@ -83,7 +83,7 @@ class Sequence:
         so its sampling counts."""
         if piece.offset == 0:
             self.sampling = piece.sampling
-        self.num_speculative_tokens, self.num_paths = piece.num_speculative_tokens, piece.num_paths
+        self.num_speculative_tokens = piece.num_speculative_tokens
         self.text.extend(piece.token_ids)
         self.is_open = len(self.text) >= piece.prompt_len
         return self.is_open
@@ -91,7 +91,7 @@ class Sequence:
     def commit(self, commit: Commit) -> None:
         """Appends committed tokens, which continue the text."""
         self.text.extend(commit.token_ids)
-        self.num_wanted, self.num_on_miss = commit.num_wanted, commit.num_on_miss
+        self.num_wanted, self.num_on_miss, self.num_paths = commit.num_wanted, commit.num_on_miss, commit.num_paths
 
     def drafts(
         self, token_ids: list[int], q: SparseQ | None = None, origin: DraftOrigin = DraftOrigin.MISS

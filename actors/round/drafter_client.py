@@ -217,7 +217,6 @@ class DrafterClient:
                 token_ids=list(request.token_ids),
                 num_speculative_tokens=request.max_drafts,
                 sampling=request.sampling,
-                num_paths=request.num_paths,
             )
         )
 
@@ -229,7 +228,7 @@ class DrafterClient:
         request.detach()
 
     def commit(
-        self, request: Request, token_ids: Sequence[int], num_wanted: int, num_on_miss: int
+        self, request: Request, token_ids: Sequence[int], num_wanted: int, num_on_miss: int, num_paths: int = 1
     ) -> PrefetchedProposal | None:
         """Tells the drafter the last len(token_ids) tokens of a request, which a step has committed.
 
@@ -237,7 +236,7 @@ class DrafterClient:
         the drafter is asked for drafts.
 
         Args:
-            num_wanted, num_on_miss: as in Commit.
+            num_wanted, num_on_miss, num_paths: as in Commit.
         """
         if request.handle is None:
             if num_wanted:
@@ -248,7 +247,7 @@ class DrafterClient:
         request.asked = num_wanted > 0 and prefetched is None
         request.awaited = request.asked and request.ready
         self._outbox.append(
-            Commit(request.handle, base, token_ids, num_wanted, num_on_miss, has_drafts=prefetched is not None)
+            Commit(request.handle, base, token_ids, num_wanted, num_on_miss, prefetched is not None, num_paths)
         )
         return prefetched
 

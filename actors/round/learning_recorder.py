@@ -36,8 +36,8 @@ class LearningRecorder:
         self._first_rows: dict[int, dict[str, int]] = {}
         """By step number: each request's first row of the logits."""
 
-        self._committed: list[tuple[int, Request, int, int, int]] = []
-        """Step number, request, position and number of its tokens, and the row that the first was chosen from."""
+        self._committed: list[tuple[int, Request, int, int]] = []
+        """Step number, request, position and number of its tokens."""
 
     def enter(self, request: Request, adapter: str = "", *, shows_pictures: bool = False) -> None:
         """Decides whether samples are taken of a request.
@@ -58,41 +58,35 @@ class LearningRecorder:
             and not changes_logits(request.params)
         )
 
-    def record_logits(self, step: Step, row_ids: Sequence[str], requests: Sequence[Request], logits: Any) -> None:
-        """Keeps a step's logits: request after request, a row for each draft and one more.
-
-        Args:
-            row_ids: of the requests and of path rows, of which no samples are taken.
-            requests: of each of them.
-        """
+    def record_logits(self, step: Step, requests: Sequence[Request], logits: Any) -> None:
+        """Keeps a step's logits: request after request, a row for each draft and one more."""
         # Keep no more than the steps in flight: some are never asked for.
         for number in sorted(self._logits)[:-1]:
             self._forget(number)
         if not any(request.teaches for request in requests):
             return
         first_rows, row = {}, 0
-        for row_id in row_ids:
-            first_rows[row_id] = row
-            row += len(step.draft(row_id).ids) + 1
+        for request in requests:
+            first_rows[request.request_id] = row
+            row += len(step.draft(request.request_id).ids) + 1
         self._logits[step.number], self._first_rows[step.number] = logits, first_rows
 
     def record_commit(self, step: Step, request: Request, count: int) -> None:
         """Notes that the step chose the last `count` tokens of a request."""
         if request.teaches and step.number in self._logits:
-            first_row = self._first_rows[step.number][step.best_rows.get(request.request_id, request.request_id)]
-            self._committed.append((step.number, request, len(request.token_ids) - count, count, first_row))
+            self._committed.append((step.number, request, len(request.token_ids) - count, count))
 
     def take_samples(self) -> list[TrainingSample]:
         """Returns the samples since the last call, of requests that are still open at the drafter."""
         samples: list[TrainingSample] = []
         for number in sorted({entry[0] for entry in self._committed}):
-            logits = self._logits[number]
+            logits, first_rows = self._logits[number], self._first_rows[number]
             entries = [entry for entry in self._committed if entry[0] == number and entry[1].handle is not None]
-            rows = [first_row + j for _, _, _, count, first_row in entries for j in range(count)]
+            rows = [first_rows[request.request_id] + j for _, request, _, count in entries for j in range(count)]
             if rows:
                 ids, log_p = self._likeliest(logits, rows)
                 at = 0
-                for _, request, position, count, _ in entries:
+                for _, request, position, count in entries:
                     assert request.handle is not None
                     part = slice(at, at + count)
                     samples.append(TrainingSample(request.handle, position, ids[part], log_p[part]))

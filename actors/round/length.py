@@ -87,6 +87,10 @@ class FixedLengths:
         """Every row is verified."""
         return 0.0
 
+    def round_price(self) -> float:
+        """Every round has paths."""
+        return 0.0
+
 
 class SafeLengths:
     """Calls a length controller, and drafts nothing any more once it has raised, so that the engine goes on."""
@@ -272,6 +276,11 @@ class LengthController:
     def row_price(self) -> float:
         """Returns the tokens that the batch makes in the time that one more row adds to a step."""
         return max(self._rate, self._plain_rate) * self._line()[1]
+
+    def round_price(self) -> float:
+        """Returns the tokens that a request makes in the time in which a round is drafted."""
+        rate = max(self._rate, self._plain_rate) / max(len(self._members), 1)
+        return rate * self._draft_step_s * self._max_tokens
 
     # What is known.
 

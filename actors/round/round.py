@@ -255,7 +255,7 @@ class Round:
         """
         requests = [self.requests[step.path_rows.get(row_id, row_id)] for row_id in row_ids]
         if self._recorder is not None:
-            self._recorder.record_logits(step, row_ids, requests, logits)
+            self._recorder.record_logits(step, requests, logits)
         return self._choose(logits, requests, [step.draft(row_id) for row_id in row_ids], step.width, metadata)
 
     def commit(self, step: Step, committed: Mapping[str, list[int]]) -> None:
@@ -289,11 +289,13 @@ class Round:
                 going_on.append(request)
         lengths = self._lengths.choose([request.estimate for request in going_on])
         self._read_answers(step)
+        wants_paths = self._paths.pay(self._lengths.row_price(), self._lengths.round_price())
         for request, wanted in zip(going_on, lengths, strict=True):
             if request.max_drafts:
                 k = min(wanted.k, request.max_drafts)
                 self._wanted[k] += 1
-                prefetched = self._drafter.commit(request, committed[request.request_id], k, min(wanted.k_miss, k))
+                num_paths, token_ids = request.num_paths if wants_paths else 1, committed[request.request_id]
+                prefetched = self._drafter.commit(request, token_ids, k, min(wanted.k_miss, k), num_paths)
                 if prefetched is not None:
                     self.statistics.foreseen += 1
                     self._count_answer(request, prefetched.origin, k, prefetched.step_us, 0.0)

@@ -169,7 +169,6 @@ class Open(_Message, tag=1):
     prompt_len: tokens of the whole prompt, all pieces together.
     offset: tokens of the prompt before this piece.
     sampling: that of the piece at offset 0 counts.
-    num_paths: paths of a proposal that the verifier can take, see Proposals.paths.
     """
 
     request: int
@@ -178,7 +177,6 @@ class Open(_Message, tag=1):
     token_ids: Sequence[int]
     num_speculative_tokens: int
     sampling: DraftSampling
-    num_paths: int = 1
 
     def __post_init__(self) -> None:
         _check_int31("Open.request", self.request)
@@ -191,8 +189,6 @@ class Open(_Message, tag=1):
                 "Open.offset", f"{self.offset} with {count} tokens is outside a prompt of {self.prompt_len}"
             )
         _check_int31("Open.num_speculative_tokens", self.num_speculative_tokens)
-        if not 1 <= self.num_paths <= MAX_PATHS:
-            raise MessageError("Open.num_paths", f"{self.num_paths} is not in 1 to {MAX_PATHS}")
 
 
 class Commit(_Message, tag=2):
@@ -203,6 +199,7 @@ class Commit(_Message, tag=2):
     num_wanted: drafts wanted for the next round; 0: none, and no answer. num_on_miss: if this outcome was not foreseen,
     drafts worth waiting for; with 0 such a commit is answered at once, without drafts.
     has_drafts: the verifier has as many already, from a PrefetchedProposal for this outcome, and awaits no answer.
+    num_paths: paths wanted for the next round, the main line included. 1: a chain, which is worth drafting ahead.
     """
 
     request: int
@@ -211,6 +208,7 @@ class Commit(_Message, tag=2):
     num_wanted: int
     num_on_miss: int
     has_drafts: bool = False
+    num_paths: int = 1
 
     def __post_init__(self) -> None:
         _check_int31("Commit.request", self.request)
@@ -223,6 +221,8 @@ class Commit(_Message, tag=2):
             raise MessageError("Commit.num_on_miss", f"{self.num_on_miss} is not in 0 to {self.num_wanted} wanted")
         if self.has_drafts and not self.num_wanted:
             raise MessageError("Commit.has_drafts", "set, but none are wanted")
+        if not 1 <= self.num_paths <= MAX_PATHS:
+            raise MessageError("Commit.num_paths", f"{self.num_paths} is not in 1 to {MAX_PATHS}")
 
     @property
     def accepted_len(self) -> int:

@@ -18,11 +18,11 @@ EOS = 256
 
 
 def build_tiny_llama(
-    path: Path, *, max_positions: int = 2048, noise_of: Path | None = None, noise: float = 0.0
+    path: Path, *, max_positions: int = 2048, noise_of: Path | None = None, noise: float = 0.0, head_dim: int = 32
 ) -> Path:
     """Write a checkpoint, unless it is already there.
 
-    Heads have 32 elements: vLLM's CPU attention takes none smaller.
+    head_dim: vLLM's CPU attention takes none smaller than 32.
     noise_of: start from that checkpoint's weights and add Gaussian noise of relative size noise: a drafter that
     agrees with the target often, not always.
     """
@@ -39,7 +39,7 @@ def build_tiny_llama(
         config = LlamaConfig(
             vocab_size=VOCAB_SIZE,
             hidden_size=128,
-            head_dim=32,
+            head_dim=head_dim,
             intermediate_size=256,
             num_hidden_layers=2,
             num_attention_heads=4,

@@ -22,24 +22,25 @@ class Bench:
         self.proposer = Drive(DraftModelProposer(self.engine, chunk, limits, clock=clock, one_pass=one_pass))
         self.texts = {}
 
-    def open(self, key, tokens, sampling=GREEDY, k=4, num_paths=1):
+    def open(self, key, tokens, sampling=GREEDY, k=4):
         self.texts[key] = list(tokens)
-        return self.proposer.open(key, list(tokens), k, sampling, num_paths)
+        return self.proposer.open(key, list(tokens), k, sampling)
 
-    def opened(self, tokens=range(10), sampling=GREEDY, num_paths=1):
+    def opened(self, tokens=range(10), sampling=GREEDY):
         """Open one request, whose prompt has been read then. Returns the bench."""
-        self.open(KEY, tokens, sampling, num_paths=num_paths)
+        self.open(KEY, tokens, sampling)
         self.settle()
         return self
 
-    def commit(self, key, tokens, k=4, on_miss=None, has_drafts=False):
-        commit = Commit(key[1], len(self.texts[key]), tokens, k, k if on_miss is None else on_miss, has_drafts)
+    def commit(self, key, tokens, k=4, on_miss=None, has_drafts=False, num_paths=1):
+        on_miss = k if on_miss is None else on_miss
+        commit = Commit(key[1], len(self.texts[key]), tokens, k, on_miss, has_drafts, num_paths)
         self.texts[key] += tokens
         return self.proposer.commit(key, commit)
 
-    def answer(self, key, tokens, k=4, on_miss=None):
+    def answer(self, key, tokens, k=4, on_miss=None, num_paths=1):
         """The one answer that is at hand; None if there is none."""
-        answers = self.commit(key, tokens, k, on_miss)
+        answers = self.commit(key, tokens, k, on_miss, num_paths=num_paths)
         assert len(answers) < 2
         return answers[0] if answers else None
 

@@ -56,12 +56,11 @@ class Drive:
                 found.append(Told(sequence.key, *fields))
         return found
 
-    def open(self, key, token_ids, num_speculative_tokens=4, sampling=None, num_paths=1):
+    def open(self, key, token_ids, num_speculative_tokens=4, sampling=None):
         """Returns the answer, if there is one at once."""
         self.close(key)
         sequence = self.sequences[key] = self.proposer.new_sequence(key)
         assert sequence.add_prompt(prompt_of(key, token_ids, num_speculative_tokens, sampling))
-        sequence.num_paths = num_paths
         self.proposer.open(sequence)
         answers = self.drain()
         assert len(answers) < 2

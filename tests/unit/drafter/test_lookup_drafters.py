@@ -32,9 +32,9 @@ class SeveralBench(Bench):
         self.proposer = Drive(self.several)
         self.sent_by = []
 
-    def commit(self, key, tokens, *how):
+    def commit(self, key, tokens, *how, **more):
         before = dict(self.several.selector.chosen)
-        answers = super().commit(key, tokens, *how)
+        answers = super().commit(key, tokens, *how, **more)
         self.sent_by.append(next((name for name, n in self.several.selector.chosen.items() if n > before[name]), None))
         return answers
 

@@ -131,8 +131,8 @@ def test_a_checkpoint_without_a_mask_token_drafts_token_by_token_and_cannot_be_a
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("num_paths", [2, 4, 9])
 def test_a_pass_gives_further_paths_too_and_nothing_is_drafted_ahead(sampling, num_paths):
-    bench = Bench(one_pass=True).opened(sampling=sampling, num_paths=num_paths)
-    bench.commit(KEY, [999])
+    bench = Bench(one_pass=True).opened(sampling=sampling)
+    bench.commit(KEY, [999], num_paths=num_paths)
     (answer,) = bench.step()
     main = ids(answer)
     assert main == bench.drafts(KEY, K)
@@ -146,10 +146,14 @@ def test_a_pass_gives_further_paths_too_and_nothing_is_drafted_ahead(sampling, n
 
 
 def test_the_path_that_verification_took_is_the_text_of_the_next_round():
-    bench = Bench(one_pass=True).opened(num_paths=4)
-    bench.commit(KEY, [999])
+    bench = Bench(one_pass=True).opened()
+    bench.commit(KEY, [999], num_paths=4)
     (answer,) = bench.step()
-    for _ in range(5):
-        assert bench.commit(KEY, [*answer.paths[1].token_ids, 998]) == []
+    for num_paths in (4, 4, 1):
+        assert bench.commit(KEY, [*answer.paths[1].token_ids, 998], num_paths=num_paths) == []
         (answer,) = bench.step()
         assert ids(answer) == bench.drafts(KEY, K)
+    assert answer.paths == ()
+    bench.settle()
+    answer = bench.answer(KEY, [*ids(answer), bench.choice(KEY, K, 0)], num_paths=4)
+    assert (ids(answer), len(answer.paths)) == (bench.drafts(KEY, K), 3), "a chain's drafts ahead become a tree"

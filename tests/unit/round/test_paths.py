@@ -4,7 +4,7 @@ import pytest
 
 from outrider.actors.round.length import FixedLengths
 from outrider.actors.round.paths import PathBudget
-from outrider.cluster.link.messages import DraftPath, MessageError, Open, Proposals
+from outrider.cluster.link.messages import Commit, DraftPath, MessageError, Proposals
 from tests.unit.round.scripted_link import PROMPT, Engine, arrival, drafting, opened, params
 
 PATHS = (DraftPath([1, 5, 3], 0.6), DraftPath([6, 2, 3], 0.3), DraftPath([1, 2, 7], 0.1))
@@ -42,15 +42,35 @@ def test_rows_go_to_the_requests_for_which_they_bring_most():
     assert chosen == [("many", many[0]), ("few", few[0])]
 
 
-def test_paths_that_bring_nothing_are_given_up_and_tried_again_later():
+def steps_with_paths(budget, path, steps, gained, row_price=0.02, round_price=0.1):
+    """How many of so many steps ask for paths, of which each brings so many tokens."""
+    count = 0
+    for _ in range(steps):
+        if budget.pay(row_price, round_price):
+            count += 1
+            for _, chosen in budget.choose({"a": [path]}, row_price):
+                budget.observe(chosen.gain, gained)
+    return count
+
+
+def test_paths_are_asked_for_while_they_bring_more_than_rows_and_drafting_ahead():
+    path = DraftPath([1, 2], 0.5)
+    assert steps_with_paths(PathBudget(), path, 100, gained=0.5) == 100
+    assert steps_with_paths(PathBudget(), path, 100, gained=0.5, round_price=0.6) < 5, "drafting ahead brings more"
+    assert steps_with_paths(PathBudget(), path, 100, gained=0.5, row_price=0.2) < 5, "their rows bring more elsewhere"
+
+
+def test_paths_that_bring_nothing_are_given_up_and_tried_again_when_they_do():
     budget, path = PathBudget(), DraftPath([1, 2], 0.5)
-    for _ in range(100):
-        if not budget.choose({"a": [path]}, 0.1):
-            break
-        budget.observe(0.5, 0)
-    else:
-        pytest.fail("they are verified for ever")
-    assert any(budget.choose({"a": [path]}, 0.1) for _ in range(200))
+    assert steps_with_paths(budget, path, 500, gained=0) < 100
+    assert steps_with_paths(budget, path, 100, gained=0) < 5
+    assert steps_with_paths(budget, path, 5000, gained=1) > 1000
+
+
+def test_another_load_brings_them_back():
+    budget, path = PathBudget(), DraftPath([1, 2], 0.5)
+    steps_with_paths(budget, path, 200, gained=0.5, row_price=0.2)
+    assert steps_with_paths(budget, path, 200, gained=0.5) > 100
 
 
 def test_a_path_has_no_more_drafts_than_the_request_has_slots():
@@ -96,7 +116,8 @@ def test_rows_of_paths_are_verified_for_their_request_and_counted_with_it():
 def test_who_cannot_verify_several_paths_has_a_chain_and_is_counted(of, why):
     engine = Engine(drafting([1, 2, 3]), num_paths=4)
     engine.begin(arrival(of=of))
-    (message,) = engine.said(Open)
+    engine.step({"a": [8]})
+    (message,) = engine.said(Commit)
     assert message.num_paths == (1 if why else 4)
     assert engine.round.metrics()["chain"] == ({why: 1} if why else {})
 

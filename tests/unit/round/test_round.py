@@ -193,7 +193,17 @@ def test_a_step_s_time_has_its_wait_for_drafts_and_its_cost_has_not():
 
 # The length controller.
 
-CONTROLLER = ("choose", "observe_answer", "observe_round", "observe_step", "rates", "row_price", "snapshot", "track")
+CONTROLLER = (
+    "choose",
+    "observe_answer",
+    "observe_round",
+    "observe_step",
+    "rates",
+    "round_price",
+    "row_price",
+    "snapshot",
+    "track",
+)
 
 
 @pytest.mark.parametrize("fails", CONTROLLER)
