@@ -261,7 +261,7 @@ class DraftModelProposer:
                 self._announce(sequence)
                 continue
             assert drawn is not None
-            if drawn.bad_logits and not self._saw_bad_logits:
+            if any(one.bad_logits for one in (drawn, *drawn.at_masks)) and not self._saw_bad_logits:
                 self._saw_bad_logits = True
                 problem = "sequence %s: the draft model's logits are not finite: drafts end there"
                 logger.warning(problem, sequence.key, extra=sequence.about())

@@ -9,8 +9,8 @@ A model that drafts *in one pass* draws a whole round and a guess of the bonus t
 the row's last token, the others after masks behind it. The KV of a mask counts as not computed. Main chain and side
 branches are rows of one step, since none needs the KV of another: each feeds the sent drafts that it assumes.
 
-Where the target verifies several paths, a row also gives the other paths of the tree (draft_paths.py), and nothing is
-drafted ahead: a round ends in one of so many places that few of them could be prepared for, and a miss costs one pass.
+A proposal of such a model may carry further paths of a tree (draft_paths.py). After one nothing is drafted ahead: the
+round ends in one of so many places that few of them could be prepared for, and a miss costs one pass.
 
 The outcome of a round is (accepted length, next token), the key of Speculative Speculative Decoding's cache (Kumar et
 al. 2026). Here the main chain's outcomes need no key, because they are a prefix of it.
@@ -126,7 +126,7 @@ class ModelSequence(Sequence):
     """Holds a sequence's drafts and KV blocks. The draft loop guards it."""
 
     def __init__(self, key: SequenceKey, one_pass: bool = False) -> None:
-        """one_pass: a row draws a whole round."""
+        """one_pass: a row draws all drafts wanted and a guess of the bonus token, all but the first after masks."""
         super().__init__(key)
         self.one_pass = one_pass
         self.engine_id = ""
@@ -150,6 +150,9 @@ class ModelSequence(Sequence):
 
         self.given_to = 0
         """Positions below this may hold a look-up's drafts."""
+
+        self.sent_paths = 1
+        """Paths of what was proposed for the text as it is. Above 1 nothing is drafted ahead."""
 
         self.origin = DraftOrigin.NONE
         self.spawned_to = 0
@@ -233,7 +236,7 @@ class ModelSequence(Sequence):
         while (draw := self.next_draw(chain, len(draws))) is not None:
             draws.append(draw)
             is_guess = chain is self.main and self.sent is not None and draw.position == self.committed_len + self.sent
-            if not self.one_pass or is_guess:  # what follows an outcome is drawn once that is a token, not a mask
+            if not self.one_pass or is_guess:  # the guess must be fed as a token before the next round is drawn
                 break
         return draws
 
@@ -350,10 +353,10 @@ class ModelSequence(Sequence):
         start = self.committed_len
         drawn = [self.main.at(start + index) for index in range(count)]
         q = stacked_q(drawn) if self.sampling.mode.samples_q else None
-        self.answered(count)
         answer = self.drafts(self.main.ids(start, start + count), q, self.origin)
-        if self.num_paths > 1:
+        if self.one_pass and self.num_paths > 1:
             answer.paths = draft_paths(self.main, start, count, outcomes)[: self.num_paths - 1]
+        self.answered(count, 1 + len(answer.paths))
         return answer
 
     def prefetched(self, chain: DraftChain) -> PrefetchedProposal | None:
@@ -401,9 +404,9 @@ class ModelSequence(Sequence):
             self.dropped.append(self.adopted)
             self.adopted = None
 
-    def answered(self, count: int) -> None:
-        """Notes that the target has so many of the main chain's drafts for the text as it is."""
-        self.sent = count
+    def answered(self, count: int, num_paths: int = 1) -> None:
+        """Notes that the target has so many of the main chain's drafts for the text as it is, in so many paths."""
+        self.sent, self.sent_paths = count, num_paths
         if self.one_pass:
             # What follows the guess of the bonus token is drawn anew, when that is no mask any more.
             self.main.cut(self.committed_len + count + 1)

@@ -125,7 +125,7 @@ class DraftStep:
     """A planned step.
 
     targets: of each row the sequence and the chain that it extends; None for a prefill chunk. fed: tokens, by link.
-    worth: the sum of the probabilities that its drafts are reached, in tokens.
+    worth: of all rows that draw, the sum of the probabilities that verification gets so far.
     """
 
     is_step: ClassVar[bool] = True
@@ -318,7 +318,7 @@ class StepPlanner:
         """Yields one link's sequences: those that wait, then those that had or have just had an answer."""
         yield from due
         if self._limits.ahead:
-            yield from [s for s in of_link if not s.due and s.can_draft and s.num_paths == 1]
+            yield from [s for s in of_link if not s.due and s.can_draft and s.sent_paths == 1]
 
     def _finished(self, step: DraftStep) -> DraftStep | None:
         if not step.plan.rows:
@@ -408,7 +408,7 @@ class StepPlanner:
     def _spawn(self, sequence: ModelSequence) -> None:
         """Adds side branches for the likeliest outcomes that verification may have from what is proposed now."""
         limits = self._limits
-        if sequence.adopted is not None or limits.max_side_branches == 0 or sequence.num_paths > 1:
+        if sequence.adopted is not None or limits.max_side_branches == 0 or sequence.sent_paths > 1:
             return
         open_outcomes = sequence.open_outcomes()
         if not open_outcomes:

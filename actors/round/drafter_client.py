@@ -243,7 +243,7 @@ class DrafterClient:
                 self.degrade(request, "no_link")
             return None
         base = len(request.token_ids) - len(token_ids)
-        prefetched = self._take_prefetched(request, base, num_wanted)
+        prefetched = self._take_prefetched(request, base, num_wanted, num_paths)
         request.asked = num_wanted > 0 and prefetched is None
         request.awaited = request.asked and request.ready
         self._outbox.append(
@@ -251,12 +251,16 @@ class DrafterClient:
         )
         return prefetched
 
-    def _take_prefetched(self, request: Request, base: int, num_wanted: int) -> PrefetchedProposal | None:
+    def _take_prefetched(
+        self, request: Request, base: int, num_wanted: int, num_paths: int
+    ) -> PrefetchedProposal | None:
         """Returns the prefetched proposal for the tokens after the first `base`, if it has all the drafts wanted."""
         found = request.ahead.get((len(request.token_ids) - 1, request.token_ids[-1]))
         request.ahead.clear()
+        if found is None or num_paths > 1 or found.base_committed_len != base:
+            return None
         # With fewer drafts than wanted it is better to ask: the drafter may have more by now.
-        if found is None or found.base_committed_len != base or not 0 < num_wanted <= len(found.token_ids):
+        if not 0 < num_wanted <= len(found.token_ids):
             return None
         drafts = list(found.token_ids[:num_wanted])
         request.proposal = Proposals(found.request, len(request.token_ids), drafts, origin=found.origin)
@@ -300,7 +304,10 @@ class DrafterClient:
         request.ahead[message.position, message.next_token] = message
 
     def _apply(self, request: Request, answer: Proposals) -> bool:
-        """Returns whether it answers the request's last commit."""
+        """Applies an answer to its request: takes its drafts, notes that the prompt is read, or counts a refusal.
+
+        Returns whether it answers the last commit.
+        """
         is_last = answer.base_committed_len == len(request.token_ids)
         if answer.status not in (ProposalStatus.OK, ProposalStatus.READY):
             self._refuse(request, answer.status)

@@ -73,7 +73,7 @@ class FixedLengths:
         self, estimate: Estimate, origin: DraftOrigin, num_tokens: int, draft_step_s: float, wait_s: float
     ) -> None: ...
 
-    def choose(self, estimates: Sequence[Estimate]) -> list[Lengths]:
+    def choose(self, estimates: Sequence[Estimate], trees: bool = False) -> list[Lengths]:
         return [self._lengths] * len(estimates)
 
     def snapshot(self) -> dict[str, Any]:
@@ -83,8 +83,8 @@ class FixedLengths:
         """Nobody expects anything."""
         return 0.0, 0.0
 
-    def row_price(self) -> float:
-        """Every row is verified."""
+    def token_price(self) -> float:
+        """Every path is verified."""
         return 0.0
 
     def round_price(self) -> float:
@@ -154,7 +154,10 @@ class LengthController:
         # [2, K] each, as of an Estimate: accepted, by adapter; came on hits, and on misses that were waited for.
         self._accepted = {"": np.zeros((2, max_tokens))}
         self._came, self._came_late = (np.zeros((2, max_tokens)) for _ in range(2))
-        self._origins = {DraftOrigin.MAIN_LINE: 5.0, DraftOrigin.SIDE_BRANCH: 1.8, DraftOrigin.MISS: 1.2}
+        # By whether trees are proposed, for which nothing is drafted ahead.
+        hits = {DraftOrigin.MAIN_LINE: 5.0, DraftOrigin.SIDE_BRANCH: 1.8, DraftOrigin.MISS: 1.2}
+        self._origins_of = {False: hits, True: dict.fromkeys(hits, 0.1) | {DraftOrigin.MISS: 7.8}}
+        self._trees = False
         # Faded sums over steps of 1, then of w = 1 / seconds^2 times 1, tokens, tokens^2, seconds, tokens * seconds.
         self._steps = np.zeros(6)
         self._draft_step_s = self._last_step_s = self._off_s = self._probe_cost_s = 0.0
@@ -227,10 +230,16 @@ class LengthController:
             self._origins[origin if origin.is_hit else DraftOrigin.MISS] += 1.0
         self._answered.append((origin, wait_s))
 
-    def choose(self, estimates: Sequence[Estimate]) -> list[Lengths]:
-        """Lengths of every request of the next round, in its order. Those without a drafter get 0 and count for the
-        load."""
+    def choose(self, estimates: Sequence[Estimate], trees: bool = False) -> list[Lengths]:
+        """Returns the lengths of every request of the next round, in its order. Those without a drafter get 0 and count
+        for the load.
+
+        Args:
+            trees: several paths are asked for.
+        """
         self._close_round()
+        if trees != self._trees:
+            self._trees, self._rounds_left = trees, 0
         members, are_others = list(estimates), list(estimates) != self._members
         for left in set(self._members).difference(members) if are_others else ():
             left.chosen = left.before = _OFF
@@ -273,14 +282,14 @@ class LengthController:
         thread."""
         return self._rate, self._plain_rate
 
-    def row_price(self) -> float:
-        """Returns the tokens that the batch makes in the time that one more row adds to a step."""
+    def token_price(self) -> float:
+        """Returns the tokens that the batch makes in the time that one more scheduled token adds to a step."""
         return max(self._rate, self._plain_rate) * self._line()[1]
 
     def round_price(self) -> float:
         """Returns the tokens that a request makes in the time in which a round is drafted."""
         rate = max(self._rate, self._plain_rate) / max(len(self._members), 1)
-        return rate * self._draft_step_s * self._max_tokens
+        return rate * self._draft_step_s * max((estimate.chosen.k for estimate in self._members), default=0)
 
     # What is known.
 
@@ -408,6 +417,10 @@ class LengthController:
                 best, best_rate, best_value = np.array([k, np.minimum(k, k_miss)]), rate, value
         return best, best_rate
 
+    @property
+    def _origins(self) -> dict[DraftOrigin, float]:
+        return self._origins_of[self._trees]
+
     def _miss_share(self) -> float:
         return self._origins[DraftOrigin.MISS] / sum(self._origins.values())
 
@@ -453,5 +466,5 @@ class LengthController:
         for counts, most in counts_of:
             counts *= min(1.0, most / max(float(counts[0, 0]), 1e-9))
         fade = min(1.0, 4.0 / sum(self._origins.values()))
-        self._origins = {origin: count * fade for origin, count in self._origins.items()}
+        self._origins_of[self._trees] = {origin: count * fade for origin, count in self._origins.items()}
         self._waits = {missed: min(count, 1) for missed, count in self._waits.items()}

@@ -245,8 +245,14 @@ class Request:
         """Returns the first `most` tokens of the proposal with their q, and of its further paths."""
         if self.proposal is None:
             return Draft()
-        paths = tuple(DraftPath(path.token_ids[:most], min(path.gain, most)) for path in self.proposal.paths if most)
-        return Draft(list(self.proposal.token_ids[:most]), self.proposal.q, paths)
+        ids = list(self.proposal.token_ids[:most])
+        paths, seen = [], {tuple(ids)}
+        for path in self.proposal.paths if most else ():
+            cut = tuple(path.token_ids[:most])
+            if cut not in seen:  # what differs further on only would be verified twice
+                seen.add(cut)
+                paths.append(DraftPath(cut, path.gain * (len(cut) / len(path.token_ids))))
+        return Draft(ids, self.proposal.q, tuple(paths))
 
     def is_finished_by(self, token_ids: list[int], max_model_len: int) -> bool:
         """Returns whether the scheduler will end it on what was just committed, as far as a worker can tell."""

@@ -2,14 +2,15 @@
 
 The order of events, each with the step it belongs to:
 
-    begin         the scheduler has scheduled a step: requests come and go, the drafter hears of it at once
+    begin         a step starts: requests come and go, the drafter hears of it at once
+    settle        steps scheduled ahead only: the step's drafts are waited for, and put in place of its slots
     choose        the forward pass has run: every token of the step is chosen, drafts verified against their q
-    commit        the drafter is told what was chosen, and how many drafts each request wants next
-    take_drafts   the scheduler asks: answers are waited for as long as that is worth it
+    commit        tokens are appended, the drafter is told, and how many drafts each request wants next
+    take_drafts   steps scheduled one at a time only: the scheduler asks for the next step's drafts
 
 Drafts and their q belong to a step. The steps in flight are `Round.steps`: one where the engine schedules when a step
-is done, two where it schedules one ahead and begins a step between the choice and the commit of the one before. What a
-request is like is read from its `Request`, never from what the scheduler expects.
+is done, two where it schedules one ahead. A step begins after the commit of the one before. What a request is like is
+read from its `Request`, never from what the scheduler expects.
 
 The engine's step thread makes all of these calls. The link's threads, and the keeper that makes and remakes the link,
 run beside it and meet it in queues only.
@@ -87,7 +88,8 @@ class Step:
     preempted: Iterable[str] = ()
 
     allowed: dict[str, int] = field(default_factory=dict)
-    """How many of a request's drafts its grammar allows, where that was known only after they were in the batch."""
+    """How many of a request's drafts count, where that is fewer than its rows: those that its grammar allows, or 0
+    where vLLM made room for drafts that were never proposed."""
 
     overlaps: bool = False
     """It is launched before the choice of the step before it has been read: there are no drafts."""
@@ -95,7 +97,7 @@ class Step:
     started_s: float = 0.0
     target_s: float = 0.0
     wait_s: float = 0.0
-    """The wait for the proposals of the step that follows."""
+    """The wait for proposals between its start and the next step's."""
 
     draft_work_us: int = 0
     is_committed: bool = False
@@ -287,22 +289,24 @@ class Round:
             request.ended = request.is_finished_by(token_ids, self.deployment.max_model_len)
             if request.running and not request.ended:
                 going_on.append(request)
-        lengths = self._lengths.choose([request.estimate for request in going_on])
+        trees = self._paths.wants_paths(self._lengths.token_price(), self._lengths.round_price())
+        lengths = self._lengths.choose([request.estimate for request in going_on], trees)
         self._read_answers(step)
-        wants_paths = self._paths.pay(self._lengths.row_price(), self._lengths.round_price())
         for request, wanted in zip(going_on, lengths, strict=True):
             if request.max_drafts:
                 k = min(wanted.k, request.max_drafts)
                 self._wanted[k] += 1
-                num_paths, token_ids = request.num_paths if wants_paths else 1, committed[request.request_id]
-                prefetched = self._drafter.commit(request, token_ids, k, min(wanted.k_miss, k), num_paths)
+                k_miss, token_ids = min(wanted.k_miss, k), committed[request.request_id]
+                # A tree is drafted when its round is known, so it comes only to who waits.
+                num_paths = request.num_paths if trees and k_miss else 1
+                prefetched = self._drafter.commit(request, token_ids, k, k_miss, num_paths)
                 if prefetched is not None:
                     self.statistics.foreseen += 1
                     self._count_answer(request, prefetched.origin, k, prefetched.step_us, 0.0)
         self._drafter.flush()
 
     def take_drafts(self, step: Step, request_ids: Sequence[str]) -> list[list[int]]:
-        """Waits for the proposals for the step after `step`, no longer than the round's deadline.
+        """Waits for the answers to the last commits, no longer than the round's deadline, and adds the wait to `step`.
 
         After a round whose answer was late it does not wait until the drafter is heard from again. Returns one list for
         each request; drafts of a request that then sits a step out are handed out again.
@@ -357,7 +361,7 @@ class Round:
         step.drafts = {request_id: draft for request_id, draft in drafts.items() if draft.ids}
         further = {request_id: draft.paths for request_id, draft in step.drafts.items() if draft.paths}
         if further:
-            step.paths = self._paths.choose(further, self._lengths.row_price())
+            step.paths = self._paths.choose(further, self._lengths.token_price())
         return [None if request_id in ended else list(drafts[request_id].ids) for request_id in request_ids]
 
     def _proposed(self, request_id: str, most: int | None = None) -> Draft:

@@ -66,7 +66,9 @@ _LINK_STATE_TIMEOUT_S = 1.0
 
 
 class Target:
-    """Is the class of the Serve deployment Target. Construction loads the models: tens of seconds to minutes.
+    """Serves one target replica: starts its engine and drafter, and answers the ingress' calls.
+
+    Construction loads the models: tens of seconds to minutes.
 
     placement: the bundles of this replica's own placement group; core_plan: CPU only. num_common_tokens: only ids below
     it are drafted; None: all that both models have.

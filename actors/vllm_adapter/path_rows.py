@@ -1,10 +1,10 @@
 """Runs the further paths of a draft tree as rows of their own in a step of the target.
 
-A path row is a request of vLLM's runner that lives for one step: the last committed token and the path's drafts, with
-the request's sampling parameters and adapter. It shares the request's full KV blocks. The block that holds the last
-committed token is copied, and the ones after it are new, all from a reserve that the scheduler does not know. When a
-path has the most accepted drafts, its tokens become the request's, and its blocks are copied back. So neither the
-attention kernels nor the engine core know of trees.
+A path row is a request of vLLM's runner that lives for one step. Its tokens are the last committed one and the path's
+drafts; it has the request's sampling parameters and adapter. It shares the request's full KV blocks. The block that
+holds the last committed token is copied, and the ones after it are new, all from a reserve that the scheduler does not
+know. When a path has the most accepted drafts, its tokens become the request's, and its blocks are copied back. So
+neither the attention kernels nor the engine core know of trees.
 
 Every rank does the same in the same order, by the paths and the choices that rank 0 broadcasts.
 """
@@ -63,12 +63,20 @@ def _blocks_of_path(block_size: int, num_drafts: int) -> int:
 
 
 class PathReserve(_Scheduler):
-    """Leaves the last KV blocks to path rows. A mixin of a vLLM Scheduler."""
+    """Leaves the last KV blocks to path rows, and refuses where a longest request no longer fits. A mixin of a vLLM
+    Scheduler."""
 
     def __init__(self, *args: Any, vllm_config: Any, kv_cache_config: KVCacheConfig, **kwargs: Any) -> None:
         config = OutriderConfig.model_validate(vllm_config.additional_config["outrider"])
         reserve = reserve_blocks(kv_cache_config, config.speculation)
         kv_cache_config = replace(kv_cache_config, num_blocks=kv_cache_config.num_blocks - reserve)
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        longest = vllm_config.model_config.max_model_len
+        if reserve and (kv_cache_config.num_blocks - 1) * block_size < longest:  # block 0 is no request's
+            raise ValueError(
+                f"speculation.num_paths: beside {reserve} KV blocks for path rows a request of max_model_len {longest} "
+                "does not fit; lower target.max_model_len, or leave num_paths out"
+            )
         super().__init__(*args, vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs)
 
 
@@ -139,7 +147,7 @@ class PathRows:
                     req_id=row_id,
                     # An array, which is copied at once where a list would be read number by number.
                     prompt_token_ids=batch.token_ids_cpu[index, :length].copy(),
-                    mm_features=[],
+                    mm_features=state.mm_features,  # M-RoPE positions follow from them; none is encoded again
                     sampling_params=self._params_of(request_id, state),
                     pooling_params=None,
                     block_ids=([*own[:first], *private],),
@@ -153,11 +161,11 @@ class PathRows:
         self._copy(copies)
 
     def _params_of(self, request_id: str, state: Any) -> Any:
-        """Returns the request's sampling parameters, without what a row of one step has no use for."""
+        """Returns the request's sampling parameters, without the logprobs that vLLM would keep for a row."""
         params = self._params.get(request_id)
         if params is None:
             params = self._params[request_id] = copy.copy(state.sampling_params)
-            params.logprobs = params.prompt_logprobs = params.logprob_token_ids = None
+            params.logprobs = params.prompt_logprobs = None
         return params
 
     def take_best(self, step: Step, row_ids: Sequence[str], chosen: Tensor, logprobs: LogprobsTensors | None) -> None:

@@ -97,12 +97,13 @@ class RoundRunner:
         self._status = None
         ran = None if self._hidden_state_drafter is None else self.execute_model_state  # type: ignore[attr-defined]
         if grammar_output is not None and self._runs_ahead:
-            self._cut_by(grammar_output)
+            self._mark_disallowed(grammar_output)
             grammar_output = async_drafts.fit_mask(grammar_output, self._slots, self._draft_ids())
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self._overlap is not None and self._statuses is not None:
             return self._read_later(output, started)
         if self._runs_ahead and output.req_ids:
+            # Ours: AsyncDraftScheduler.update_from_output corrects the engine core's counts by it.
             output.num_drafts = {request_id: step.num_drafts(request_id) for request_id in step.drafts}
         if self._status is not None:
             discarded = self.discard_request_mask.np[: len(self._status)]
@@ -183,16 +184,16 @@ class RoundRunner:
             self._path_rows.add(scheduled, step, paths)
         step.count(scheduled.num_scheduled_tokens)
 
-    def keep_path_rows(self, speculation: SpeculationConfig) -> None:
-        """Verifies several paths of a draft tree from now on. The KV cache has been allocated."""
+    def enable_path_rows(self, speculation: SpeculationConfig) -> None:
+        """Makes this runner verify further paths. Call it when the KV cache is allocated."""
         self._path_rows = PathRows(self, speculation)
 
     def _draft_ids(self) -> dict[str, list[int]]:
         drafts = self._step.drafts.items()
         return {row_id: list(draft.ids) for row_id, draft in drafts if row_id not in self._step.path_rows}
 
-    def _cut_by(self, grammar_output: Any) -> None:
-        """Marks drafts beyond the last one that a grammar allows: there are no masks for them."""
+    def _mark_disallowed(self, grammar_output: Any) -> None:
+        """Replaces drafts that a grammar refuses by UNUSABLE: they keep their rows, and have no masks."""
         allowed = grammar_output.num_acceptable_drafts or [0] * len(grammar_output.structured_output_request_ids)
         for request_id, count in zip(grammar_output.structured_output_request_ids, allowed, strict=True):
             ids = self._step.draft(request_id).ids

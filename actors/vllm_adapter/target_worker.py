@@ -152,7 +152,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         super().initialize_from_config(kv_cache_config)
         speculation = OutriderConfig.model_validate(self.vllm_config.additional_config["outrider"]).speculation
         if speculation.num_paths > 1:
-            self.model_runner.keep_path_rows(speculation)
+            self.model_runner.enable_path_rows(speculation)
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

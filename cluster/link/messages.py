@@ -199,7 +199,8 @@ class Commit(_Message, tag=2):
     num_wanted: drafts wanted for the next round; 0: none, and no answer. num_on_miss: if this outcome was not foreseen,
     drafts worth waiting for; with 0 such a commit is answered at once, without drafts.
     has_drafts: the verifier has as many already, from a PrefetchedProposal for this outcome, and awaits no answer.
-    num_paths: paths wanted for the next round, the main line included. 1: a chain, which is worth drafting ahead.
+    num_paths: paths wanted for the next round, the main line included; 1: a chain. After a proposal with further paths
+    the drafter drafts nothing ahead.
     """
 
     request: int

@@ -25,16 +25,16 @@ logger = logging.getLogger("outrider")
 SPECULATION_KEYS = ("num_paths", "verification", "draft_top_n", "adaptive", "draft_ahead", "max_side_branches")
 """Keys of the ``speculation`` section that may stand in ``speculative_config``, beside vLLM's own."""
 
-RANKS_ARE_RAY_ACTORS = ("distributed_executor_backend", "disable_log_stats")
+IGNORED_ARGUMENTS = ("distributed_executor_backend", "disable_log_stats")
 """Arguments of vLLM's that change nothing here: ranks are Ray actors, and statistics are always kept."""
 
-OLD_NAMES = {
+NOT_ARGUMENTS = {
     "speculative_model": "write speculative_config={'method': 'draft_model', 'model': ...}",
     "num_speculative_tokens": "write it into speculative_config",
     "speculative_ratio": "write num_speculative_tokens into speculative_config",
     "speculative_sampling": "write speculative_config, and leave it out",
 }
-"""Names of former versions of vLLM, and what is written today."""
+"""Names that stand in guides and that vLLM does not have, or no longer, and what to write instead."""
 
 _OWN_KEYS_OF_THE_DRAFTER = frozenset(DraftModelConfig.model_fields) | {"num_speculative_tokens"}
 _IN_PROCESS_ONLY = ("disable_padded_drafter_batch",)
@@ -76,14 +76,14 @@ def config_from_arguments(
         ConfigError: Names the argument.
     """
     for name in arguments:
-        if (instead := OLD_NAMES.get(name)) is not None:
+        if (instead := NOT_ARGUMENTS.get(name)) is not None:
             raise ConfigError(f"{name}: is not an argument of vLLM's any more; {instead}")
     if arguments.pop("data_parallel_size", None) not in (None, 1):
         raise ConfigError(
             "data_parallel_size: one engine is one replica here; write `outrider serve MODEL --num-replicas N`, or "
             "make one LLM for each"
         )
-    for name in RANKS_ARE_RAY_ACTORS:
+    for name in IGNORED_ARGUMENTS:
         if arguments.pop(name, None) not in (None, False):
             logger.warning("%s is ignored: ranks are Ray actors, and statistics are always kept", name)
     method, draft_model, num_tokens = (arguments.pop(f"spec_{name}", None) for name in ("method", "model", "tokens"))

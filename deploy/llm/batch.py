@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from outrider.actors.replica_calls import HttpCall
+from outrider.actors.serving.routing.request_profile import of_body
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ async def _answer(app: OpenAIApp, request: BatchRequest) -> tuple[int, Any]:
     """Returns status and decoded body of the answer by vLLM's OpenAI server."""
     body = json.dumps(request.body).encode()
     headers = ((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
-    call = HttpCall("POST", request.url, b"", headers, body, request_id=uuid.uuid4().hex, routed=None)
+    call = HttpCall("POST", request.url, b"", headers, body, request_id=uuid.uuid4().hex, routed=of_body(request.body))
     status, content = await app.whole_answer(call)
     return status, json.loads(content or b"null")
 

@@ -15,7 +15,7 @@ import asyncio
 import atexit
 import os
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import vllm
@@ -28,7 +28,7 @@ from vllm.v1.executor import Executor
 from outrider.actors.vllm_adapter.input_parameters import serve_all_parameters
 from outrider.actors.vllm_adapter.updatable_llm import UpdatableLLM, check_sleep
 from outrider.cluster.config import OutriderConfig
-from outrider.deploy.llm.arguments import OLD_NAMES, config_from_arguments
+from outrider.deploy.llm.arguments import NOT_ARGUMENTS, config_from_arguments
 from outrider.deploy.llm.local import LocalReplica
 
 _OF_THE_LLM = ("chat_template", "runner", "convert", "hf_token", "pooler_config")
@@ -38,7 +38,7 @@ _OF_THE_LLM = ("chat_template", "runner", "convert", "hf_token", "pooler_config"
 class _ChecksNames(type(vllm.SamplingParams)):  # type: ignore[misc]
     def __call__(cls, *args: Any, **kwargs: Any) -> vllm.SamplingParams:
         for name in kwargs:
-            if name in OLD_NAMES:
+            if name in NOT_ARGUMENTS:
                 raise TypeError(f"{name}: is not a sampling parameter; give LLM(...) a speculative_config instead")
         return vllm.SamplingParams(*args, **kwargs)
 
@@ -114,7 +114,9 @@ class LLM(vllm.LLM):
 class AsyncLLM(UpdatableLLM):
     """Generates text as asynchronous streams, as vLLM's ``AsyncLLM`` does. Arguments are those of ``LLM``.
 
-    It starts a process for the engine's core, so the program's main module needs ``if __name__ == "__main__":``.
+    It starts a process for the engine's core, so the program's main module needs ``if __name__ == "__main__":``. The
+    first ``generate`` waits until the drafter has loaded and is linked. If it cannot be, this and later ones raise
+    ConfigError.
     """
 
     def __init__(self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **arguments: Any) -> None:
@@ -155,8 +157,9 @@ class AsyncLLM(UpdatableLLM):
         if self._opening is None:
             self._opening = asyncio.create_task(self._open_link())
         await asyncio.shield(self._opening)
-        async for output in super().generate(*args, **kwargs):
-            yield output
+        async with aclosing(super().generate(*args, **kwargs)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def _open_link(self) -> None:
         if not self._replica.config.drafts_in_rounds:

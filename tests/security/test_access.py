@@ -213,7 +213,7 @@ def test_nobody_learns_what_others_have_asked(victim: Victim) -> None:
 def test_a_way_around_the_gateway(victim: Victim) -> None:
     (_, http_port), (_, grpc_port) = victim.backends
     headers = {OWNER_HEADER: "a" * 64, TOKEN_HEADER: "a" * 64}
-    caller = victim.caller(SimpleNamespace(http_port=http_port, grpc_port=grpc_port))
+    caller = victim.caller(SimpleNamespace(config=SimpleNamespace(http_port=http_port, grpc_port=grpc_port)))
     for method, path in http_routes():
         if path not in UNGUARDED and not path.startswith("/outrider/page/"):
             for extra in ({}, headers):

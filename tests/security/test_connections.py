@@ -28,7 +28,7 @@ def test_readers_that_do_not_read_are_cut(victim: Victim) -> None:
     content = json.dumps(body).encode()
     over_http = POST + b"content-length: %d\r\n\r\n" % len(content) + content
     with raw.held(
-        [raw.connect(port, ELSEWHERE, 2048) for port in (gateway.grpc_port, gateway.http_port)]
+        [raw.connect(port, ELSEWHERE, 2048) for port in (gateway.config.grpc_port, gateway.config.http_port)]
     ) as connections:
         for connection, sent in zip(connections, (over_grpc, over_http), strict=True):
             connection.sendall(sent)
@@ -50,7 +50,7 @@ def test_400_idle_callers(victim: Victim) -> None:
     watchers = [victim.caller(gateway, source=ELSEWHERE) for _ in range(4)]
     ask = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
     with raw.held(
-        [raw.connect(port, ELSEWHERE) for port in (gateway.http_port, gateway.grpc_port) * 200]
+        [raw.connect(port, ELSEWHERE) for port in (gateway.config.http_port, gateway.config.grpc_port) * 200]
     ) as connections:
         for connection in connections[:200:2]:
             connection.sendall(ask)
@@ -72,7 +72,7 @@ def test_400_idle_callers(victim: Victim) -> None:
 def test_too_many_connections_of_one_address_shut_out_that_address_alone(victim: Victim) -> None:
     gateway = victim.gateway(max_connections_per_address=20, header_timeout_s=60)
     connections = []
-    for port in (gateway.http_port, gateway.grpc_port) * 40:
+    for port in (gateway.config.http_port, gateway.config.grpc_port) * 40:
         with suppress(ConnectionResetError):  # of one beyond the limit, where the reset comes before connect returns
             connections.append(raw.connect(port, ELSEWHERE))
     with raw.held(connections):
@@ -95,7 +95,7 @@ def test_more_bytes_than_the_limit(victim: Victim) -> None:
     assert caller.code(prompt=large[: 1 << 19]) == "INVALID_ARGUMENT", "it came as far as the model's length"
     # What its length says is looked at before the bytes come.
     sent = PREFACE + call(raw.STREAM) + data(b"\0\x7f\xff\xff\xff" + bytes(40_000))
-    assert b"grpc-status\x018" in exchange(gateway.grpc_port, sent, until=b"grpc-message")
+    assert b"grpc-status\x018" in exchange(gateway.config.grpc_port, sent, until=b"grpc-message")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_more_bytes_than_the_limit(victim: Victim) -> None:
 )
 def test_bodies_without_one_length(victim: Victim, sent: bytes) -> None:
     gateway = victim.gateway(header_timeout_s=2, idle_timeout_s=2)
-    answer = exchange(gateway.http_port, sent)
+    answer = exchange(gateway.config.http_port, sent)
     assert b" 400 " in answer or b" 411 " in answer or b"Content-Length" in answer
     assert b"choices" not in answer
 
@@ -119,9 +119,9 @@ def test_compressed_bombs(victim: Victim) -> None:
     bomb = gzip.compress(bytes(200 << 20), 1)
     assert len(bomb) < 1 << 20
     sent = PREFACE + call(raw.GENERATE, (b"grpc-encoding", b"gzip")) + data(raw.message(bomb, True)[:30_000])
-    assert b"grpc-status\x0212" in exchange(gateway.grpc_port, sent, until=b"grpc-message")
+    assert b"grpc-status\x0212" in exchange(gateway.config.grpc_port, sent, until=b"grpc-message")
     unsaid = PREFACE + call(raw.GENERATE) + data(raw.message(bomb[:20_000], True), raw.END_STREAM)
-    assert b"grpc-status\x0212" in exchange(gateway.grpc_port, unsaid, until=b"grpc-message")
+    assert b"grpc-status\x0212" in exchange(gateway.config.grpc_port, unsaid, until=b"grpc-message")
     caller = victim.caller(gateway)
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     for path in ("/v1/completions", "/v1/chat/completions", "/outrider/v1/stream"):
@@ -132,10 +132,12 @@ def test_paths_that_are_not_utf_8(victim: Victim) -> None:
     gateway = victim.gateway(header_timeout_s=1, idle_timeout_s=1)
     for path in (b"/\xff\xfe", b"/outrider.v1.GenerationService/\xff", b"/v1/completions?\xc3"):
         assert b"grpc-status\x0212" in exchange(
-            gateway.grpc_port, PREFACE + call(path) + data(raw.message(b""), raw.END_STREAM)
+            gateway.config.grpc_port, PREFACE + call(path) + data(raw.message(b""), raw.END_STREAM)
         )
-        assert b"not valid HTTP" in exchange(gateway.http_port, PREFACE + raw.request(path, method="GET", flags=5))
-        assert b" 400 " in exchange(gateway.http_port, b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"not valid HTTP" in exchange(
+            gateway.config.http_port, PREFACE + raw.request(path, method="GET", flags=5)
+        )
+        assert b" 400 " in exchange(gateway.config.http_port, b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n")
     caller = victim.caller(gateway)
     for path in ("/%ff%fe", "/v1/%ed%a0%80", "/v1/responses/%ff", "/outrider/page/..%2f..%2fapp.py", "/%2e%2e/%00"):
         assert caller.http.get(path).status_code in (400, 404), path

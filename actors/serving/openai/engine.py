@@ -199,11 +199,17 @@ def _check_reasons(output: RequestOutput, params: SamplingParams, state: CallSta
     VLLMValidationError: its own limits left no token to choose. GracefulHTTPError: its deadline passed.
     """
     for completion in output.outputs:
-        if completion.finish_reason == "error" and (asked := [name for name in LIMITS if getattr(params, name)]):
+        if completion.finish_reason == "error" and (asked := _may_leave_no_token(params)):
             raise VLLMValidationError(f"{', '.join(asked)} left no token to choose", parameter=asked[0])
         left_s = None if state is None else state.call.seconds_left()
         if completion.finish_reason == "abort" and left_s is not None and left_s <= 0:
             raise GracefulHTTPError("aborted when its deadline passed", HTTPStatus.REQUEST_TIMEOUT)
+
+
+def _may_leave_no_token(params: SamplingParams) -> list[str]:
+    """Returns the request's parameters that can forbid every token, as far as it gives them another value than vLLM."""
+    given = {name: getattr(params, name) for name in LIMITS}
+    return [name for name, value in given.items() if value and (name, value) != ("repetition_penalty", 1.0)]
 
 
 def _refused(key: str, problem: str) -> VLLMValidationError:

@@ -220,12 +220,18 @@ async def body_of(request: Request) -> bytes:
 
 
 def _with_flat_keys(body: dict[str, Any]) -> dict[str, Any]:
-    """Moves the object ``speculation`` into ``vllm_xargs``. Raises RequestError."""
+    """Moves the object ``speculation`` to where vLLM takes what it does not know. Raises RequestError."""
     asked, xargs = body["speculation"], body.get("vllm_xargs") or {}
     if not isinstance(asked, dict) or not isinstance(xargs, dict):
         raise RequestError("speculation", "is not an object", 'send {"num_speculative_tokens": 2}, or leave it out')
     flat = {f"speculation.{name}": int(value) if isinstance(value, bool) else value for name, value in asked.items()}
-    return {**{name: value for name, value in body.items() if name != "speculation"}, "vllm_xargs": {**xargs, **flat}}
+    rest = {name: value for name, value in body.items() if name != "speculation"}
+    if "token_ids" not in body:
+        return {**rest, "vllm_xargs": {**xargs, **flat}}
+    params = body.get("sampling_params")  # of /inference/v1/generate
+    if not isinstance(params, dict) or not isinstance(extra := params.get("extra_args") or {}, dict):
+        return rest  # which vLLM refuses
+    return {**rest, "sampling_params": {**params, "extra_args": {**extra, **flat}}}
 
 
 async def _of_one_replica(request: Request) -> Response:

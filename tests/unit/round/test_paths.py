@@ -7,7 +7,7 @@ from outrider.actors.round.paths import PathBudget
 from outrider.cluster.link.messages import Commit, DraftPath, MessageError, Proposals
 from tests.unit.round.scripted_link import PROMPT, Engine, arrival, drafting, opened, params
 
-PATHS = (DraftPath([1, 5, 3], 0.6), DraftPath([6, 2, 3], 0.3), DraftPath([1, 2, 7], 0.1))
+PATHS = (DraftPath((1, 5, 3), 0.6), DraftPath((6, 2, 3), 0.3), DraftPath((1, 2, 7), 0.1))
 
 
 class Priced(FixedLengths):
@@ -15,7 +15,7 @@ class Priced(FixedLengths):
         super().__init__(4)
         self._price = price
 
-    def row_price(self):
+    def token_price(self):
         return self._price
 
 
@@ -42,13 +42,13 @@ def test_rows_go_to_the_requests_for_which_they_bring_most():
     assert chosen == [("many", many[0]), ("few", few[0])]
 
 
-def steps_with_paths(budget, path, steps, gained, row_price=0.02, round_price=0.1):
+def steps_with_paths(budget, path, steps, gained, token_price=0.02, round_price=0.1):
     """How many of so many steps ask for paths, of which each brings so many tokens."""
     count = 0
     for _ in range(steps):
-        if budget.pay(row_price, round_price):
+        if budget.wants_paths(token_price, round_price):
             count += 1
-            for _, chosen in budget.choose({"a": [path]}, row_price):
+            for _, chosen in budget.choose({"a": [path]}, token_price):
                 budget.observe(chosen.gain, gained)
     return count
 
@@ -57,25 +57,26 @@ def test_paths_are_asked_for_while_they_bring_more_than_rows_and_drafting_ahead(
     path = DraftPath([1, 2], 0.5)
     assert steps_with_paths(PathBudget(), path, 100, gained=0.5) == 100
     assert steps_with_paths(PathBudget(), path, 100, gained=0.5, round_price=0.6) < 5, "drafting ahead brings more"
-    assert steps_with_paths(PathBudget(), path, 100, gained=0.5, row_price=0.2) < 5, "their rows bring more elsewhere"
+    assert steps_with_paths(PathBudget(), path, 100, gained=0.5, token_price=0.2) < 5, "their rows bring more elsewhere"
 
 
 def test_paths_that_bring_nothing_are_given_up_and_tried_again_when_they_do():
     budget, path = PathBudget(), DraftPath([1, 2], 0.5)
-    assert steps_with_paths(budget, path, 500, gained=0) < 100
-    assert steps_with_paths(budget, path, 100, gained=0) < 5
+    assert steps_with_paths(budget, path, 500, gained=0) < 200
+    assert steps_with_paths(budget, path, 4000, gained=0) < 200
     assert steps_with_paths(budget, path, 5000, gained=1) > 1000
 
 
 def test_another_load_brings_them_back():
     budget, path = PathBudget(), DraftPath([1, 2], 0.5)
-    steps_with_paths(budget, path, 200, gained=0.5, row_price=0.2)
-    assert steps_with_paths(budget, path, 200, gained=0.5) > 100
+    steps_with_paths(budget, path, 200, gained=0.5, token_price=0.2)
+    assert steps_with_paths(budget, path, 1000, gained=0.5) > 500
 
 
 def test_a_path_has_no_more_drafts_than_the_request_has_slots():
     step = settled(Engine(drafting([1, 2, 3], paths=PATHS), num_paths=4), slots=2)
-    assert [list(path.token_ids) for _, path in step.paths] == [[1, 5], [6, 2], [1, 2]]
+    found = [(list(path.token_ids), round(path.gain, 6)) for _, path in step.paths]
+    assert found == [([1, 5], 0.4), ([6, 2], 0.2)], "the third would be the main line once more"
     assert not settled(Engine(drafting([1, 2, 3], paths=PATHS), num_paths=4), slots=0).paths
 
 

@@ -200,7 +200,7 @@ CONTROLLER = (
     "observe_step",
     "rates",
     "round_price",
-    "row_price",
+    "token_price",
     "snapshot",
     "track",
 )

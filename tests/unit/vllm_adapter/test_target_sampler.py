@@ -214,6 +214,8 @@ def test_the_tokens_chosen_are_those_of_rows_without_drafts(sampler, name):
     assert status.tolist() == [Status.OK]
 
 
+@pytest.mark.exhaustive  # vLLM compiles what ranks tokens: half a minute
+@pytest.mark.timeout(300)
 def test_logprobs_are_of_the_raw_logits_and_of_the_tokens_committed(sampler):
     requests = requests_of(params(logprobs=2, logit_bias={7: 50.0}), params())
     logits = torch.randn(2 * (K + 1), V, generator=torch.Generator().manual_seed(3))
