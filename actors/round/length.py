@@ -235,7 +235,7 @@ class LengthController:
         for the load.
 
         Args:
-            trees: several paths are asked for.
+            trees: several paths are asked for. They are drafted when the outcome is known, so everybody waits.
         """
         self._close_round()
         if trees != self._trees:
@@ -251,7 +251,8 @@ class LengthController:
         self._rounds_left -= 1
         plain = self._hush(any(estimate.planned.k for estimate in members))
         for estimate in members:
-            estimate.before, estimate.chosen = estimate.chosen, _OFF if plain else estimate.planned
+            wanted = Lengths(estimate.planned.k, estimate.planned.k) if trees else estimate.planned
+            estimate.before, estimate.chosen = estimate.chosen, _OFF if plain else wanted
         self._probing = False
         if members and not self._speculating:
             self._probe([estimate for estimate in members if estimate.most])
@@ -400,7 +401,7 @@ class LengthController:
         hit_rate = 1.0 - self._miss_share()
         some_miss = 1.0 - hit_rate**num_drafting
         best, best_rate, best_value = np.zeros((2, num_drafting), int), 0.0, 0.0
-        for k_miss in range(max_tokens + 1 if num_drafting <= _MANY else 1):
+        for k_miss in range(max_tokens + 1 if num_drafting <= _MANY or self._trees else 1):
             on_miss = (positions < k_miss) * late
             comes = np.maximum(came, on_miss) * hit_rate + on_miss * (1.0 - hit_rate)
             missed = some_miss * (k_miss > 0)

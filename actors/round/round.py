@@ -289,7 +289,9 @@ class Round:
             request.ended = request.is_finished_by(token_ids, self.deployment.max_model_len)
             if request.running and not request.ended:
                 going_on.append(request)
-        trees = self._paths.wants_paths(self._lengths.token_price(), self._lengths.round_price())
+        trees = any(request.num_paths > 1 for request in going_on) and self._paths.wants_paths(
+            self._lengths.token_price(), self._lengths.round_price()
+        )
         lengths = self._lengths.choose([request.estimate for request in going_on], trees)
         self._read_answers(step)
         for request, wanted in zip(going_on, lengths, strict=True):

@@ -73,6 +73,21 @@ def test_another_load_brings_them_back():
     assert steps_with_paths(budget, path, 1000, gained=0.5) > 500
 
 
+def test_who_may_have_paths_waits_for_them_and_a_batch_of_chains_knows_nothing_of_trees():
+    asked = []
+
+    class Asked(FixedLengths):
+        def choose(self, estimates, trees=False):
+            asked.append(trees)
+            return super().choose(estimates)
+
+    for num_paths, of in ((1, params(temperature=0.0)), (4, params()), (4, params(temperature=0.0))):
+        engine = Engine(drafting([1, 2, 3]), num_paths=num_paths, lengths=Asked(4))
+        engine.begin(arrival(of=of))
+        engine.step({"a": [8]})
+    assert asked == [False, False, True]
+
+
 def test_a_path_has_no_more_drafts_than_the_request_has_slots():
     step = settled(Engine(drafting([1, 2, 3], paths=PATHS), num_paths=4), slots=2)
     found = [(list(path.token_ids), round(path.gain, 6)) for _, path in step.paths]
