@@ -157,7 +157,7 @@ class LengthController:
         # By whether trees are proposed, for which nothing is drafted ahead.
         hits = {DraftOrigin.MAIN_LINE: 5.0, DraftOrigin.SIDE_BRANCH: 1.8, DraftOrigin.MISS: 1.2}
         self._origins_of = {False: hits, True: dict.fromkeys(hits, 0.1) | {DraftOrigin.MISS: 7.8}}
-        self._trees = False
+        self._trees, self._tree_step_s = False, 0.0
         # Faded sums over steps of 1, then of w = 1 / seconds^2 times 1, tokens, tokens^2, seconds, tokens * seconds.
         self._steps = np.zeros(6)
         self._draft_step_s = self._last_step_s = self._off_s = self._probe_cost_s = 0.0
@@ -220,6 +220,8 @@ class LengthController:
         if 0 < draft_step_s < math.inf:
             weight = 0.5 if self._probe_left else 0.1  # on probe what was before must not outweigh it
             self._draft_step_s += (draft_step_s - self._draft_step_s) * (weight if self._draft_step_s else 1.0)
+            if self._trees:  # without the rows that are drafted ahead of a chain
+                self._tree_step_s = min(self._draft_step_s, self._tree_step_s or math.inf)
         if origin.is_hit:
             _add(self._came, wanted.k, min(max(num_tokens, 0), wanted.k), _DEPLOYMENT_KEEP)
         elif wanted.k_miss:
@@ -290,7 +292,11 @@ class LengthController:
     def round_price(self) -> float:
         """Returns the tokens that a request makes in the time in which a round is drafted."""
         rate = max(self._rate, self._plain_rate) / max(len(self._members), 1)
-        return rate * self._draft_step_s * max((estimate.chosen.k for estimate in self._members), default=0)
+        return (
+            rate
+            * (self._tree_step_s or self._draft_step_s)
+            * max((estimate.chosen.k for estimate in self._members), default=0)
+        )
 
     # What is known.
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from outrider.cluster.link.messages import DraftPath
 
-_PRIOR_TOKENS = 8.0
+_PRIOR_TOKENS = 64.0
 _KEEP = 1 - 1 / 256
 _KNOWN_KEEP = 1 - 1 / 16
 _RETRY_AFTER, _RETRY_AFTER_MAX = 64, 2048

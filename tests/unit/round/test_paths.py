@@ -61,10 +61,10 @@ def test_paths_are_asked_for_while_they_bring_more_than_rows_and_drafting_ahead(
 
 
 def test_paths_that_bring_nothing_are_given_up_and_tried_again_when_they_do():
-    budget, path = PathBudget(), DraftPath([1, 2], 0.5)
-    assert steps_with_paths(budget, path, 500, gained=0) < 200
-    assert steps_with_paths(budget, path, 4000, gained=0) < 200
-    assert steps_with_paths(budget, path, 5000, gained=1) > 1000
+    budget, path = PathBudget(), DraftPath([1, 2], 2.0)
+    assert steps_with_paths(budget, path, 500, gained=0, round_price=0.5) < 250
+    assert steps_with_paths(budget, path, 4000, gained=0, round_price=0.5) < 400
+    assert steps_with_paths(budget, path, 5000, gained=2, round_price=0.5) > 1000
 
 
 def test_another_load_brings_them_back():
