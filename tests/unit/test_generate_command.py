@@ -193,7 +193,13 @@ def as_a_program(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.P
 
 
 def test_an_interrupt_cancels_the_request_and_exits_130(address: str, service: ScriptedService) -> None:
-    with as_a_program("--address", address, "hang") as child:
+    # What a shell has put in the background, CI among it, ignores SIGINT, and so would the child.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        child_of_a_terminal = as_a_program("--address", address, "hang")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with child_of_a_terminal as child:
         assert child.stdout is not None
         assert child.stdout.read(3) == "grü"
         child.send_signal(signal.SIGINT)
