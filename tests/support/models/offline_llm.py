@@ -12,8 +12,8 @@ ROOT_OF_STDERR = 6000
 
 
 def run_jobs(jobs: Sequence[Mapping[str, Any]], timeout_s: float = 600) -> list[dict[str, Any]]:
-    """Returns for each job ``tokens`` (of each prompt), ``counters`` and ``rounds`` (the verifier's own counts), or
-    ``error``: what ended it.
+    """Returns for each job ``tokens`` (of each prompt), ``counters`` and, with ``num_paths``, ``rounds`` (the verifier's own
+    counts), or ``error``: what ended it.
 
     A job has ``arguments`` of LLM, ``prompts`` as token ids, and ``params`` of SamplingParams; ``further`` ones, whose
     tokens come in a list of that name.
@@ -44,7 +44,8 @@ def _run(job: Mapping[str, Any]) -> dict[str, Any]:
         for metric in llm.get_metrics():
             if metric.name.startswith("vllm:spec_decode"):
                 counters[metric.name] = getattr(metric, "value", None) or getattr(metric, "values", None)
-        statuses = llm.collective_rpc("round_status") if job["arguments"].get("speculative_config") else []
+        has_paths = "num_paths" in (job["arguments"].get("speculative_config") or {})
+        statuses = llm.collective_rpc("round_status") if has_paths else []
         rounds = next((status["rounds"] for status in statuses if status is not None), {})
         return {**found, "counters": counters, "rounds": rounds}
 
