@@ -12,8 +12,8 @@ ROOT_OF_STDERR = 6000
 
 
 def run_jobs(jobs: Sequence[Mapping[str, Any]], timeout_s: float = 600) -> list[dict[str, Any]]:
-    """Returns for each job ``tokens`` (of each prompt), ``counters`` and, with ``num_paths``, ``rounds`` (the verifier's
-    own counts), or ``error``: what ended it.
+    """Returns for each job ``tokens`` (of each prompt), ``counters`` and, with ``num_paths``, ``rounds`` (the counts of
+    the verifier), or ``error``: what ended it.
 
     A job has ``arguments`` of LLM, ``prompts`` as token ids, and ``params`` of SamplingParams; ``further`` ones, whose
     tokens come in a list of that name.
