@@ -7,8 +7,19 @@ token there: their outcomes exclude each other, and the tokens that they are exp
 
 from __future__ import annotations
 
-from outrider.actors.drafter.outcomes import Chain, OutcomeModel
+from typing import Protocol
+
+from outrider.actors.drafter.engine import Drawn
+from outrider.actors.drafter.outcomes import OutcomeModel
 from outrider.cluster.link.messages import DraftPath
+
+
+class Chain(Protocol):
+    """Has drafted tokens, by their positions."""
+
+    def at(self, position: int) -> Drawn | None: ...
+
+    def ids(self, start: int, end: int) -> list[int]: ...
 
 
 def draft_paths(main: Chain, base: int, count: int, outcomes: OutcomeModel) -> tuple[DraftPath, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from outrider.actors.drafter.engine import Drawn
 
@@ -33,14 +32,6 @@ class Frequency:
 
     def given(self, predicted: float) -> float:
         return (self._hits + _PRIOR_WEIGHT * predicted) / (self._trials + _PRIOR_WEIGHT)
-
-
-class Chain(Protocol):
-    """Has drafted tokens, by their positions."""
-
-    def at(self, position: int) -> Drawn | None: ...
-
-    def ids(self, start: int, end: int) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)

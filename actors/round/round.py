@@ -111,9 +111,6 @@ class Step:
     expected: dict[str, float] = field(default_factory=dict)
     """How many more tokens each request with path rows was expected to have by them."""
 
-    best_rows: Mapping[str, str] = field(default_factory=dict)
-    """The row whose tokens each request with path rows has, its own or a path's."""
-
     gained: Mapping[str, int] = field(default_factory=dict)
     """How many more tokens each request has by a path than by its own row."""
 
@@ -276,7 +273,7 @@ class Round:
             request.token_ids.extend(token_ids)
             request.proposal, request.asked, request.awaited = None, False, False
             self.statistics.count(drafted, len(token_ids))
-            if request_id in step.best_rows:
+            if request_id in step.expected:
                 gained = step.gained.get(request_id, 0)
                 self._paths.observe(step.expected[request_id], gained)
                 self.statistics.count_paths(sum(owner == request_id for owner in step.path_rows.values()), gained)

@@ -68,15 +68,15 @@ class PathReserve(_Scheduler):
 
     def __init__(self, *args: Any, vllm_config: Any, kv_cache_config: KVCacheConfig, **kwargs: Any) -> None:
         config = OutriderConfig.model_validate(vllm_config.additional_config["outrider"])
-        reserve = reserve_blocks(kv_cache_config, config.speculation)
-        kv_cache_config = replace(kv_cache_config, num_blocks=kv_cache_config.num_blocks - reserve)
-        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        longest = vllm_config.model_config.max_model_len
-        if reserve and (kv_cache_config.num_blocks - 1) * block_size < longest:  # block 0 is no request's
-            raise ValueError(
-                f"speculation.num_paths: beside {reserve} KV blocks for path rows a request of max_model_len {longest} "
-                "does not fit; lower target.max_model_len, or leave num_paths out"
-            )
+        if reserve := reserve_blocks(kv_cache_config, config.speculation):
+            kv_cache_config = replace(kv_cache_config, num_blocks=kv_cache_config.num_blocks - reserve)
+            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            longest = vllm_config.model_config.max_model_len
+            if (kv_cache_config.num_blocks - 1) * block_size < longest:  # block 0 is no request's
+                raise ValueError(
+                    f"speculation.num_paths: beside {reserve} KV blocks for path rows a request of max_model_len "
+                    f"{longest} does not fit; lower target.max_model_len, or leave num_paths out"
+                )
         super().__init__(*args, vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs)
 
 
@@ -202,7 +202,7 @@ class PathRows:
         for row_id in self._rows:
             chosen[index[row_id]] = -1
         self._copy(copies)
-        step.best_rows, step.gained = best, gained
+        step.gained = gained
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:

@@ -111,7 +111,7 @@ def test_rows_of_paths_are_verified_for_their_request_and_counted_with_it():
     )
     engine.round.choose(step, ["a", "a/0"], None, None)
     assert seen == [("a", [1, 2, 3]), ("a", [1, 5, 3])]
-    step.best_rows, step.gained = {"a": "a/0"}, {"a": 2}
+    step.gained = {"a": 2}
     engine.round.commit(step, {"a": [1, 5, 3, 9]})
     assert engine["a"].token_ids == [*PROMPT, 8, 1, 5, 3, 9]
     counts = engine.round.status()
