@@ -21,6 +21,8 @@ BOMBS = {
     "long grammar": {"grammar": 'root ::= "a"\n' * 10_000},
     "long choice": {"choice": ["a" * 100] * 1000},
     "wide schema": {"json": {"properties": {f"property {i}": {"type": "string"} for i in range(3000)}}},
+    "wide object": {"json": {"properties": {f"p{i}": {} for i in range(1001)}}},
+    "many branches": {"json": {"anyOf": [{"properties": {f"p{i}": {}}} for i in range(1001)]}},
     "more bytes than characters": {"regex": "ü" * (MAX_CONSTRAINT_BYTES // 2 + 1)},
     "deep schema": {"json": DEEP},
     "deep schema as text": {"json": json.dumps(DEEP)},
@@ -52,6 +54,8 @@ def test_a_bomb_is_refused_with_its_field(constraint: dict[str, Any]) -> None:
     [
         {"json": json.dumps({"properties": {"a": {"pattern": "[(]" * 100}}})},
         {"json": {"properties": {"not": {"enum": [{"if": 1}]}}}},
+        {"json": {"properties": {f"p{i}": {} for i in range(1000)}}},
+        {"json": {"enum": list(range(1001))}},
         {"regex": "a" * MAX_CONSTRAINT_BYTES},
         {"regex": "(a)" * 5000},
         {"choice": ["a", "b"]},
