@@ -3,7 +3,7 @@
 `deliver` runs on the link's receive thread, `run` on the loop's own thread. A lock guards every sequence, and nobody
 holds it while the model works. In the order of events:
 
-1. deliver: `Open` brings a prompt, in pieces; when it is complete, the proposer opens the sequence.
+1. deliver: `Open` brings a request's text, and the proposer opens a sequence.
 2. deliver: a `Commit` extends its text. What has been drafted ahead for this outcome is the answer. It is sent at once,
    whatever step runs meanwhile, so a hit takes the time of a look-up. Else the sequence is due.
 3. run: the proposer plans its most urgent work: a step over the sequences that are due and, as far as there is room,
@@ -186,18 +186,10 @@ class DraftLoop:
         if self._lessons is not None and sequence is not None and sequence.is_open:
             self._lessons.add(key, sequence.text, lesson, sequence.is_greedy)
 
-    def _open(self, key: SequenceKey, piece: Open) -> None:
+    def _open(self, key: SequenceKey, message: Open) -> None:
         sequence = self._sequence(key)
-        if piece.offset != sequence.next_offset:
-            problem = "sequence %s: prompt part at %d, expected %d: ignored"
-            logger.warning(problem, key, piece.offset, sequence.next_offset, extra=sequence.about())
-            return
-        if sequence.is_open:
-            name = sequence.name
-            self._close(key)
-            sequence = self._sequence(key)
-            sequence.name = name
-        if sequence.add_prompt(piece):
+        if not sequence.is_open:  # a handle is never used twice
+            sequence.take_prompt(message)
             self._proposer.open(sequence)
 
     def _commit(self, key: SequenceKey, commit: Commit, arrived: float) -> None:

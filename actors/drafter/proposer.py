@@ -43,10 +43,10 @@ class Sequence:
         """The last commit's, see `Commit`."""
 
         self.text: list[int] = []
-        """The prompt tokens that have arrived; once the prompt is complete, all committed tokens."""
+        """All committed tokens, prompt included; empty before its Open."""
 
         self.is_open = False
-        """The prompt is complete and the proposer has it."""
+        """Its Open has come, and the proposer has it."""
 
         self.num_wanted = self.num_on_miss = 0
         """The last commit's, see `Commit`."""
@@ -73,20 +73,12 @@ class Sequence:
         """The target takes its likeliest tokens."""
         return self.sampling.mode is Mode.GREEDY
 
-    @property
-    def next_offset(self) -> int:
-        """The offset of the next prompt piece. An open sequence expects a new prompt's first piece only."""
-        return 0 if self.is_open else len(self.text)
-
-    def add_prompt(self, piece: Open) -> bool:
-        """Appends a prompt piece and returns whether the prompt is complete. Only the first piece carries the biases,
-        so its sampling counts."""
-        if piece.offset == 0:
-            self.sampling = piece.sampling
-        self.num_speculative_tokens = piece.num_speculative_tokens
-        self.text.extend(piece.token_ids)
-        self.is_open = len(self.text) >= piece.prompt_len
-        return self.is_open
+    def take_prompt(self, message: Open) -> None:
+        """Begins with the text and the sampling of the request's Open."""
+        self.sampling = message.sampling
+        self.num_speculative_tokens = message.num_speculative_tokens
+        self.text.extend(message.token_ids)
+        self.is_open = True
 
     def commit(self, commit: Commit) -> None:
         """Appends committed tokens, which continue the text."""

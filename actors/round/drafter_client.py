@@ -212,8 +212,6 @@ class DrafterClient:
         self._outbox.append(
             Open(
                 request=handle,
-                prompt_len=len(request.token_ids),
-                offset=0,
                 token_ids=list(request.token_ids),
                 num_speculative_tokens=request.max_drafts,
                 sampling=request.sampling,

@@ -13,7 +13,7 @@ import enum
 import struct
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_INT31 = 2**31 - 1
 
 _HEADER = struct.Struct("<HBxIi")

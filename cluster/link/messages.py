@@ -162,32 +162,22 @@ class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Open(_Message, tag=1):
-    """Asks the drafter to follow a request, or continues the prompt of one.
+    """Asks the drafter to follow a request.
 
     request: a handle of this link, 0 to 2**31-1, never used twice in the link's life. A request that comes back
-        after preemption gets a new one, and its prompt then contains the output committed so far.
-    prompt_len: tokens of the whole prompt, all pieces together.
-    offset: tokens of the prompt before this piece.
-    sampling: that of the piece at offset 0 counts.
+        after preemption gets a new one, and its token_ids then contain the output committed so far.
+    token_ids: the whole text.
     """
 
     request: int
-    prompt_len: int
-    offset: int
     token_ids: Sequence[int]
     num_speculative_tokens: int
     sampling: DraftSampling
 
     def __post_init__(self) -> None:
         _check_int31("Open.request", self.request)
-        _check_int31("Open.prompt_len", self.prompt_len)
-        count = len(self.token_ids)
-        if count < 1:
+        if len(self.token_ids) < 1:
             raise MessageError("Open.token_ids", "empty")
-        if self.offset < 0 or self.offset + count > self.prompt_len:
-            raise MessageError(
-                "Open.offset", f"{self.offset} with {count} tokens is outside a prompt of {self.prompt_len}"
-            )
         _check_int31("Open.num_speculative_tokens", self.num_speculative_tokens)
 
 

@@ -72,7 +72,7 @@ LONG = 4 << 20
 """Bytes of a frame that no socket takes at once."""
 
 ROUND = [
-    Open(1, 3, 0, [1, 2, 3], K, DraftSampling(Mode.COUPLED, 0.7, seed=42)),
+    Open(1, [1, 2, 3], K, DraftSampling(Mode.COUPLED, 0.7, seed=42)),
     Commit(1, 3, [4], 4, 2),
     Proposals(1, 4, [5, 6, 7, 8]),
     Close(1, CloseReason.FINISHED),

@@ -44,8 +44,6 @@ def drawn(**changes):
 def open_request(**changes):
     values = {
         "request": 3,
-        "prompt_len": 5,
-        "offset": 0,
         "token_ids": [1, 2, 3, 4, 5],
         "num_speculative_tokens": 4,
         "sampling": drawn(),
@@ -75,7 +73,7 @@ EVERY_KIND = [
     open_request(sampling=drawn(mode=Mode.COUPLED, top_k=MAX_INT31, min_p=1.0)),
     open_request(sampling=drawn(biases=((7, 1.5), (999, -INF), (0, -MAX_BIAS)))),
     open_request(sampling=drawn(mode=Mode.GREEDY, biases=((7, 1.5), (8, -INF)), only_biased=True)),
-    open_request(offset=1, prompt_len=6, sampling=drawn(top_n=0)),
+    open_request(sampling=drawn(top_n=0)),
     Name(3, "x"),
     Name(MAX_INT31, "0_req-1-0a1b2c3d"),
     Name(0, "n" * MAX_NAME_LENGTH),

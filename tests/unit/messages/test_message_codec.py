@@ -33,7 +33,7 @@ def test_round_trip_of_many_is_one_payload_in_order():
 def test_many_long_prompts_are_several_payloads():
     """So it is behind a new link, on which all requests are opened at once."""
     tokens = PAYLOAD_TOKENS // 2
-    messages = [open_request(request=r, prompt_len=tokens, token_ids=[r] * tokens) for r in range(5)] + [EVERY_KIND[-1]]
+    messages = [open_request(request=r, token_ids=[r] * tokens) for r in range(5)] + [EVERY_KIND[-1]]
     assert len(pack(messages)) == 3
     assert repack(messages) == messages
 
@@ -110,8 +110,8 @@ def proposals(q):
         ([2, 1, 1, 5, 2, 1], "payload"),
         ([2, 1, 1, [5], 2, 1, 1], "payload"),
         ([4, 1, 1, [], 9], "payload"),
-        ([1, 3, 1, 0, [1], 4, {"mode": 9}], "payload"),
-        ([1, 3, 1, 0, [1], 4, {"biases": [[1, 1.0, 2]]}], "payload"),
+        ([1, 3, [1], 4, {"mode": 9}], "payload"),
+        ([1, 3, [1], 4, {"biases": [[1, 1.0, 2]]}], "payload"),
         # What the messages check themselves.
         ([3, -1, 1], "Close.request"),
         ([2, 1, 1, [5], 2, 3], "Commit.num_on_miss"),
@@ -119,8 +119,8 @@ def proposals(q):
         ([5, 1, 2, 1, 4, [5], 2, 0], "PrefetchedProposal.position"),
         ([5, 1, 2, 3, 4, [], 2, 0], "PrefetchedProposal.token_ids"),
         ([4, 1, 1, [], 1, None, 0, -1], "Proposals.step_us"),
-        ([1, 3, 1, 0, [1], 4, {"temperature": NAN}], "Open.temperature"),
-        ([1, 3, 1, 0, [1], 4, {"biases": [[1, NAN]]}], "Open.biases"),
+        ([1, 3, [1], 4, {"temperature": NAN}], "Open.temperature"),
+        ([1, 3, [1], 4, {"biases": [[1, NAN]]}], "Open.biases"),
         ([6, 1, "two\nlines"], "Name.request_id"),
         ([7, 1, 1, Q_IDS, Q_PROBS], "TrainingSample.log_p"),
         # Arrays: their type, their shape, their size.

@@ -26,10 +26,7 @@ from tests.unit.messages.message_samples import INF, NAN, drawn, open_request, s
     [
         (lambda: open_request(request=-1), "Open.request"),
         (lambda: open_request(request=2**31), "Open.request"),
-        (lambda: open_request(prompt_len=-5), "Open.prompt_len"),
         (lambda: open_request(token_ids=[]), "Open.token_ids"),
-        (lambda: open_request(offset=1), "Open.offset"),
-        (lambda: open_request(offset=-1), "Open.offset"),
         (lambda: open_request(num_speculative_tokens=-1), "Open.num_speculative_tokens"),
         (lambda: drawn(temperature=NAN), "Open.temperature"),
         (lambda: drawn(temperature=INF), "Open.temperature"),

@@ -101,7 +101,7 @@ def drafting(drafts, q=None, paths=()):
 
     def answer(message):
         if isinstance(message, Open):
-            return [Proposals(message.request, message.prompt_len, [], ProposalStatus.READY)]
+            return [Proposals(message.request, len(message.token_ids), [], ProposalStatus.READY)]
         if isinstance(message, Commit) and message.num_wanted:
             return [Proposals(message.request, message.committed_len, drafts, q=q, paths=paths)]
         return []
@@ -111,7 +111,9 @@ def drafting(drafts, q=None, paths=()):
 
 def never_after_ready(message):
     return (
-        [Proposals(message.request, message.prompt_len, [], ProposalStatus.READY)] if isinstance(message, Open) else []
+        [Proposals(message.request, len(message.token_ids), [], ProposalStatus.READY)]
+        if isinstance(message, Open)
+        else []
     )
 
 
