@@ -36,7 +36,6 @@ from outrider.cluster.link.messages import (
     Close,
     Commit,
     Message,
-    Name,
     Open,
     PrefetchedProposal,
     Proposals,
@@ -174,8 +173,6 @@ class DraftLoop:
             self._commit(key, message, arrived)
         elif isinstance(message, Open):
             self._open(key, message)
-        elif isinstance(message, Name):
-            self._sequence(key).name = message.request_id
         elif isinstance(message, Close):
             self._close(key)
         elif isinstance(message, TrainingSample):
@@ -183,18 +180,18 @@ class DraftLoop:
 
     def _learn(self, key: SequenceKey, lesson: TrainingSample) -> None:
         sequence = self.sequences.get(key)
-        if self._lessons is not None and sequence is not None and sequence.is_open:
+        if self._lessons is not None and sequence is not None:
             self._lessons.add(key, sequence.text, lesson, sequence.is_greedy)
 
     def _open(self, key: SequenceKey, message: Open) -> None:
-        sequence = self._sequence(key)
-        if not sequence.is_open:  # a handle is never used twice
+        if key not in self.sequences:  # a handle is never used twice
+            sequence = self.sequences[key] = self._proposer.new_sequence(key)
             sequence.take_prompt(message)
             self._proposer.open(sequence)
 
     def _commit(self, key: SequenceKey, commit: Commit, arrived: float) -> None:
         sequence = self.sequences.get(key)
-        if sequence is None or not sequence.is_open or sequence.committed_len != commit.base_committed_len:
+        if sequence is None or sequence.committed_len != commit.base_committed_len:
             # The verifier must open it again.
             unknown = Sequence(key)
             answer = unknown.no_drafts(ProposalStatus.UNKNOWN_REQUEST, commit.base_committed_len)
@@ -207,14 +204,9 @@ class DraftLoop:
             self.rounds += 1
             self.drafted += commit.num_wanted
 
-    def _sequence(self, key: SequenceKey) -> Sequence:
-        if key not in self.sequences:
-            self.sequences[key] = self._proposer.new_sequence(key)
-        return self.sequences[key]
-
     def _close(self, key: SequenceKey) -> None:
         sequence = self.sequences.pop(key, None)
-        if sequence is not None and sequence.is_open:
+        if sequence is not None:
             if self._lessons is not None:
                 self._lessons.close(key, sequence.text, sequence.is_greedy)
             self._proposer.close(sequence)

@@ -27,12 +27,12 @@ SequenceKey = tuple[int, int]
 
 
 class Sequence:
-    """Holds what the drafter knows of one request, from its first message to its close. The draft loop's lock guards
+    """Holds what the drafter knows of one request, from its Open to its close. The draft loop's lock guards
     it."""
 
     def __init__(self, key: SequenceKey) -> None:
         self.key = key
-        self.name: str | None = None
+        self.name = ""
         """The request id of the engine, if the verifier sends it."""
 
         self.sampling = DraftSampling()
@@ -43,10 +43,7 @@ class Sequence:
         """The last commit's, see `Commit`."""
 
         self.text: list[int] = []
-        """All committed tokens, prompt included; empty before its Open."""
-
-        self.is_open = False
-        """Its Open has come, and the proposer has it."""
+        """All committed tokens, prompt included."""
 
         self.num_wanted = self.num_on_miss = 0
         """The last commit's, see `Commit`."""
@@ -66,7 +63,7 @@ class Sequence:
 
     def about(self) -> Mapping[str, str]:
         """Returns ``extra`` for a log line about this sequence; {} when its verifier sends no name."""
-        return {} if self.name is None else logs.about(self.name)
+        return logs.about(self.name) if self.name else {}
 
     @property
     def is_greedy(self) -> bool:
@@ -74,11 +71,10 @@ class Sequence:
         return self.sampling.mode is Mode.GREEDY
 
     def take_prompt(self, message: Open) -> None:
-        """Begins with the text and the sampling of the request's Open."""
-        self.sampling = message.sampling
+        """Begins with what the request's Open says."""
+        self.name, self.sampling = message.name, message.sampling
         self.num_speculative_tokens = message.num_speculative_tokens
         self.text.extend(message.token_ids)
-        self.is_open = True
 
     def commit(self, commit: Commit) -> None:
         """Appends committed tokens, which continue the text."""

@@ -17,7 +17,6 @@ from outrider.cluster.link.messages import (
     Commit,
     DraftOrigin,
     DraftSampling,
-    Name,
     Open,
     Proposals,
     ProposalStatus,
@@ -65,8 +64,8 @@ def link(loop):
     return attach
 
 
-def opening(request, tokens, sampling=DraftSampling()):  # noqa: B008
-    return Open(request, list(range(tokens)), 4, sampling)
+def opening(request, tokens, sampling=DraftSampling(), name=""):  # noqa: B008
+    return Open(request, list(range(tokens)), 4, sampling, name)
 
 
 def commit(request, base, token=1, k=4):
@@ -150,7 +149,7 @@ def test_whatever_the_method_a_commit_must_continue_an_open_sequence(proposer):
     said = [(said.base_committed_len, said.status) for said in sink.next()]
     unknown, ready = ProposalStatus.UNKNOWN_REQUEST, ProposalStatus.READY
     assert said == [(0, unknown), (3, ready), (2, unknown), (4, unknown)]
-    loop.deliver(1, [commit(7, 3), commit(7, 4, k=0), Name(8, "mine"), commit(8, 0)])
+    loop.deliver(1, [commit(7, 3), commit(7, 4, k=0), commit(8, 0)])
     said = [(said.request, said.base_committed_len, said.status) for said in sink.next()]
     assert said == [(7, 3, unknown), (8, 0, unknown)]
     assert loop.sequences[1, 7].committed_len == 5
@@ -158,7 +157,7 @@ def test_whatever_the_method_a_commit_must_continue_an_open_sequence(proposer):
 
 def test_a_sequence_is_opened_once_with_its_name_and_its_sampling(loop, link, proposer):
     sink = link(1)
-    loop.deliver(1, [Name(7, "mine"), opening(7, 3, BIASED), opening(7, 2), opening(8, 3)])
+    loop.deliver(1, [opening(7, 3, BIASED, "mine"), opening(7, 2), opening(8, 3)])
     assert sink.next() == [ready(7, 3), ready(8, 3)]
     assert proposer.opened == [(1, 7), (1, 8)]
     assert proposer.samplings == {(1, 7): BIASED, (1, 8): DraftSampling()}

@@ -88,7 +88,7 @@ class FakeLink:
     def abort(self, reason):
         self.broken = f"aborted on this side: {reason}"
 
-    def retire(self, reason):
+    def close(self, reason):
         self.broken = f"closed on this side: {reason}"
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from outrider.actors.round.drafter_client import RoundDeadline
-from outrider.cluster.link import HANG, Received
+from outrider.actors.round.drafter_client import HANG, RoundDeadline
+from outrider.cluster.link import Received
 from outrider.cluster.link.messages import Commit, Open, Proposals, ProposalStatus
 from tests.unit.round.scripted_link import PROMPT, Engine, arrival, drafting, never_after_ready, silent
 
