@@ -96,14 +96,13 @@ class HiddenStateDrafter:
 
     # What a DrafterClient calls of a Link.
 
-    def post(self, payloads: Sequence[bytes]) -> None:
+    def post(self, payload: bytes) -> None:
         """Takes messages and drafts at once for the commits among them. Raises LinkBroken if it has ended."""
         if self.broken is not None:
             raise LinkBroken(f"drafting has ended: {self.broken}")
         started = time.perf_counter()
         try:
-            messages = [message for payload in payloads for message in self._decode(payload)]
-            answers = self._answer(messages)
+            answers = self._answer(self._decode(payload))
         except Exception as error:
             logger.exception("the drafter beside the verifier failed: no more drafts until this replica is restarted")
             self.abort(f"drafting failed: {type(error).__name__}: {error}")

@@ -23,30 +23,11 @@ from outrider.cluster.link.messages import (
     TrainingSample,
 )
 
-PAYLOAD_TOKENS = 1 << 18
-"""A payload is closed when its prompts have so many tokens: after a new link all requests are opened at once."""
-
 _DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in (np.int32, np.float32, np.float16)}
 
 
-def pack(messages: Sequence[Message]) -> list[bytes]:
-    """Return payloads that hold the messages, in their order: one, or more where prompts are long.
-
-    Raises MessageError for a value that no message may have.
-    """
-    payloads, start, tokens = [], 0, 0
-    for index, message in enumerate(messages):
-        if isinstance(message, Open):
-            tokens += len(message.token_ids)
-            if tokens >= PAYLOAD_TOKENS:
-                payloads.append(_encode(messages[start : index + 1]))
-                start, tokens = index + 1, 0
-    if start < len(messages):
-        payloads.append(_encode(messages[start:]))
-    return payloads
-
-
-def _encode(messages: Sequence[Message]) -> bytes:
+def pack(messages: Sequence[Message]) -> bytes:
+    """Return a payload that holds the messages, in their order. Raises MessageError for a value that cannot be sent."""
     try:
         return _ENCODER.encode(list(messages))
     except (OverflowError, TypeError, ValueError) as error:

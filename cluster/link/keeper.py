@@ -255,7 +255,7 @@ class LinkKeeper:
         self._on_link(link)
         self._tell_registry()
         while link.broken is None and not self._stopping.is_set():
-            self._broken.wait(_WATCH_S)  # a link that this process aborts does not call on_broken
+            self._broken.wait(_LOOK_S)
             self._broken.clear()
             if link.broken is None and (another := self._another(drafter)) is not None:
                 return another

@@ -15,7 +15,7 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ class Received:
 
     messages: Any
     work_us: int = 0
-    """The sender's compute time. Of the frames of one `post` only the last carries it: sums are right."""
+    """The sender's compute time."""
 
     nbytes: int = 0
     """Bytes of the frame, header and payload."""
@@ -90,7 +90,7 @@ class Link:
             epoch: its number among all links of the verifier.
             link_deadline_s: silence after which the link is broken. Heartbeats go out every quarter of it.
             decode: turns a payload into what `poll` hands out. A ValueError from it breaks the link.
-            on_broken: called once with the reason, from the thread that noticed, unless this side closed or aborted.
+            on_broken: called once with the reason, from the thread that noticed or ended it.
             on_receive: takes every received frame instead of the inbox, on the receive thread: return quickly. It is
                 not called after a join that returns True.
         """
@@ -121,14 +121,12 @@ class Link:
         """Returns why the link has ended, or None."""
         return self._broken
 
-    def post(self, payloads: Sequence[bytes], work_us: int = 0) -> None:
-        """Send one DATA frame for each payload; never blocks.
+    def post(self, payload: bytes, work_us: int = 0) -> None:
+        """Send a DATA frame; never blocks.
 
         Raises LinkBroken when the link has ended, or ends now because the peer does not read.
         """
-        last = len(payloads) - 1
-        for index, payload in enumerate(payloads):
-            self._send(FrameKind.DATA, payload, work_us if index == last else 0)
+        self._send(FrameKind.DATA, payload, work_us)
 
     def poll(self, timeout_s: float = 0.0) -> Received | None:
         """Return the next frame, or None: nothing came within `timeout_s` (0 never blocks), or the link has ended."""
@@ -161,7 +159,7 @@ class Link:
 
     def abort(self, reason: str) -> None:
         """End without telling the peer. Returns at once; see join."""
-        self._break(f"aborted on this side: {reason}", is_ours=True)
+        self._break(f"aborted on this side: {reason}")
 
     def join(self, timeout_s: float = 2 * _JOIN_TIMEOUT_S) -> bool:
         """Wait until a link that has ended has freed its wire and its thread is gone. Returns whether that is so.
@@ -247,15 +245,14 @@ class Link:
         else:
             self._inbox.put(received)
 
-    def _break(self, reason: str, *, is_ours: bool = False, last_words: str | None = None) -> None:
-        """End the link, once. is_ours: by this side, so that nobody here is told. last_words: likewise, and the peer is
-        told them."""
+    def _break(self, reason: str, last_words: str | None = None) -> None:
+        """End the link, once. last_words: what to tell the peer."""
         linger_s = 0.0
         with self._lock:
             if self._broken is not None:
                 return
             if last_words is not None:
-                is_ours, linger_s = True, _LINGER_S
+                linger_s = _LINGER_S
                 with contextlib.suppress(WireError):
                     self._put(FrameKind.CLOSE, last_words.encode()[:MAX_CLOSE_REASON_BYTES])
             self._broken = reason
@@ -264,11 +261,8 @@ class Link:
             self._reaper.start()
         self._inbox.put(None)
         self._ponged.set()
-        if is_ours:
-            return
-        logger.warning("link %s, epoch %d, broken: %s", self.name, self.epoch, self._broken)
         if self._on_broken is not None:
-            self._on_broken(self._broken)
+            self._on_broken(reason)
 
     def _reap(self, linger_s: float) -> None:
         self._wire.end(linger_s)

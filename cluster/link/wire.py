@@ -19,8 +19,9 @@ from typing import Protocol
 
 import zmq
 
-MAX_FRAME_BYTES = 64 << 20
-"""A peer that sends a longer frame is disconnected."""
+MAX_FRAME_BYTES = 256 << 20
+"""A peer that sends a longer frame is disconnected. The longest opens all running requests on a new link: 5 bytes a
+token, of which a target's KV cache holds a few millions."""
 
 MAX_UNSENT_FRAMES = 4096
 

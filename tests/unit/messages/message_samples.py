@@ -93,7 +93,7 @@ EVERY_KIND = [
 
 
 def repack(messages):
-    return [message for payload in pack(messages) for message in unpack(payload, VOCAB, K)]
+    return unpack(pack(messages), VOCAB, K)
 
 
 def arrive(messages):

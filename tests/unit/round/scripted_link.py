@@ -66,13 +66,12 @@ class FakeLink:
         self.sent, self.inbox, self.polls = [], [], []
         self._answer, self._sleep = answer, sleep
 
-    def post(self, payloads, work_us=0):
+    def post(self, payload, work_us=0):
         if self.broken:
             raise LinkBroken(self.broken)
-        for payload in payloads:
-            for message in unpack(payload, 20_000, 8):
-                self.sent.append(message)
-                self.arrive(*self._answer(message))
+        for message in unpack(payload, 20_000, 8):
+            self.sent.append(message)
+            self.arrive(*self._answer(message))
 
     def arrive(self, *proposals, work_us=0):
         if proposals:
