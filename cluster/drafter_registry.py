@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from outrider.cluster.config import OutriderConfig
-from outrider.cluster.link.frame import PROTOCOL_VERSION
+from outrider.cluster.link.messages import PROTOCOL_VERSION
 
 SETTLE_S = 5.0
 """How long no target moves to an unused drafter after one has asked for the first time: a new registry does not know

@@ -30,7 +30,7 @@ class Side:
 
     def open(self, request, prompt, sampling):
         self.sequence = self.proposer.new_sequence((self.link, request))
-        self.sequence.add_prompt(Open(request, len(prompt), 0, prompt, 4, sampling))
+        self.sequence.take_prompt(Open(request, prompt, 4, sampling))
         self.proposer.open(self.sequence)
         self.work_off()
 

@@ -33,7 +33,7 @@ AREAS = {
     "round": ("actors/round", "round length serving/routing/test_fair_order.py test_deadlines.py"),
     "verification": ("actors/verification", "verification"),
     "drafter": ("actors/drafter", "drafter"),
-    "link": ("cluster/link", "link messages test_frame.py test_link_keeper.py security/test_link_authentication.py"),
+    "link": ("cluster/link", "link messages test_link_keeper.py"),
     "routing": ("actors/serving/routing", "serving/routing"),
     "registry": (
         "cluster/drafter_registry.py cluster/registry.py",

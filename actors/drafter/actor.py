@@ -114,8 +114,9 @@ class Drafter:
 
     @ray.method(concurrency_group="control")
     def ready(self) -> str:
-        """Returns this node's address, once the model is loaded."""
-        return ray.util.get_node_ip_address()
+        """Returns this node's id, once the model is loaded."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
     @ray.method(concurrency_group="control")
     def accept_link(self, invitation: LinkInvitation, timeout_s: float) -> None:
@@ -134,7 +135,7 @@ class Drafter:
             raise ValueError(
                 f"drafter.draft_vocab_size: the target has {invitation.vocab_size} tokens: {error}; set fewer, or 0"
             ) from None
-        wire = join_link(invitation, timeout_s)
+        wire = join_link(invitation.address, timeout_s)
         with self._lock:
             self._last_link_id = link_id = self._last_link_id + 1
         link = Link(

@@ -21,7 +21,7 @@ from outrider.actors.drafter.engine import Drawn
 from outrider.actors.drafter.model_sequence import stacked_q
 from outrider.actors.verification.transfer import to_device
 from outrider.cluster.drafter_registry import LinkReport
-from outrider.cluster.link import LinkBroken, LinkCounters, Received
+from outrider.cluster.link import LinkBroken, Received
 from outrider.cluster.link.messages import (
     Close,
     Commit,
@@ -79,9 +79,9 @@ class HiddenStateDrafter:
         self.broken: str | None = None
         """Why it has ended, or None."""
 
-        self._report, self._counters = LinkReport("connecting"), LinkCounters()
+        self._report = LinkReport("connecting")
         self._samplings: dict[int, DraftSampling] = {}
-        self._answers: deque[Received[list[Message]]] = deque()
+        self._answers: deque[Received] = deque()
         self._hidden: Tensor | None = None
         self._rows: Mapping[int, int] = {}
 
@@ -96,25 +96,22 @@ class HiddenStateDrafter:
 
     # What a DrafterClient calls of a Link.
 
-    def post(self, payloads: Sequence[bytes]) -> None:
+    def post(self, payload: bytes) -> None:
         """Takes messages and drafts at once for the commits among them. Raises LinkBroken if it has ended."""
         if self.broken is not None:
             raise LinkBroken(f"drafting has ended: {self.broken}")
         started = time.perf_counter()
-        self._counters.frames_sent += len(payloads)
         try:
-            messages = [message for payload in payloads for message in self._decode(payload)]
-            answers = self._answer(messages)
+            answers = self._answer(self._decode(payload))
         except Exception as error:
             logger.exception("the drafter beside the verifier failed: no more drafts until this replica is restarted")
             self.abort(f"drafting failed: {type(error).__name__}: {error}")
             raise LinkBroken(self.broken) from error
         if answers:
             work_us = round((time.perf_counter() - started) * 1e6)
-            self._counters.data_frames_received += 1
             self._answers.append(Received(answers, work_us))
 
-    def poll(self, timeout_s: float = 0.0) -> Received[list[Message]] | None:
+    def poll(self, timeout_s: float = 0.0) -> Received | None:
         """Returns the next answers, or None."""
         return self._answers.popleft() if self._answers else None
 
@@ -125,7 +122,7 @@ class HiddenStateDrafter:
         self._answers.clear()
         self._samplings.clear()
 
-    def retire(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
         """Ends drafting, since another link takes its place."""
         self.abort(reason)
 
@@ -150,7 +147,7 @@ class HiddenStateDrafter:
         self.abort("verifier stops")
 
     def status(self) -> dict[str, Any]:
-        return {**asdict(self._report), **asdict(self._counters)}
+        return asdict(self._report)
 
     # Drafting.
 

@@ -172,7 +172,7 @@ def _draft_in_every_way(proposer: Proposer[Any], draft_top_n: int) -> None:
         _SIDE_BRANCHES,
     ):
         sequence = proposer.new_sequence((0, 0))
-        sequence.add_prompt(Open(0, 64, 0, [0] * 64, num_speculative_tokens=2, sampling=sampling))
+        sequence.take_prompt(Open(0, [0] * 64, num_speculative_tokens=2, sampling=sampling))
         proposer.open(sequence)
         _work_off(proposer)
         proposer.commit(sequence, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))

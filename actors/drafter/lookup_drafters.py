@@ -164,7 +164,7 @@ class LookupDrafters:
         for name, lookup in self.lookups.items():
             own = request.lookups[name] = lookup.new_sequence(sequence.key)
             own.sampling, own.num_speculative_tokens = sequence.sampling, sequence.num_speculative_tokens
-            own.text, own.is_open = list(sequence.text), True
+            own.text = list(sequence.text)
             lookup.open(own)
             lookup.outbox.drain()  # the verifier waits for the model
         self.model.open(sequence)

@@ -3,7 +3,7 @@
 `deliver` runs on the link's receive thread, `run` on the loop's own thread. A lock guards every sequence, and nobody
 holds it while the model works. In the order of events:
 
-1. deliver: `Open` brings a prompt, in pieces; when it is complete, the proposer opens the sequence.
+1. deliver: `Open` brings a request's text, and the proposer opens a sequence.
 2. deliver: a `Commit` extends its text. What has been drafted ahead for this outcome is the answer. It is sent at once,
    whatever step runs meanwhile, so a hit takes the time of a look-up. Else the sequence is due.
 3. run: the proposer plans its most urgent work: a step over the sequences that are due and, as far as there is room,
@@ -36,7 +36,6 @@ from outrider.cluster.link.messages import (
     Close,
     Commit,
     Message,
-    Name,
     Open,
     PrefetchedProposal,
     Proposals,
@@ -174,8 +173,6 @@ class DraftLoop:
             self._commit(key, message, arrived)
         elif isinstance(message, Open):
             self._open(key, message)
-        elif isinstance(message, Name):
-            self._sequence(key).name = message.request_id
         elif isinstance(message, Close):
             self._close(key)
         elif isinstance(message, TrainingSample):
@@ -183,26 +180,18 @@ class DraftLoop:
 
     def _learn(self, key: SequenceKey, lesson: TrainingSample) -> None:
         sequence = self.sequences.get(key)
-        if self._lessons is not None and sequence is not None and sequence.is_open:
+        if self._lessons is not None and sequence is not None:
             self._lessons.add(key, sequence.text, lesson, sequence.is_greedy)
 
-    def _open(self, key: SequenceKey, piece: Open) -> None:
-        sequence = self._sequence(key)
-        if piece.offset != sequence.next_offset:
-            problem = "sequence %s: prompt part at %d, expected %d: ignored"
-            logger.warning(problem, key, piece.offset, sequence.next_offset, extra=sequence.about())
-            return
-        if sequence.is_open:
-            name = sequence.name
-            self._close(key)
-            sequence = self._sequence(key)
-            sequence.name = name
-        if sequence.add_prompt(piece):
+    def _open(self, key: SequenceKey, message: Open) -> None:
+        if key not in self.sequences:  # a handle is never used twice
+            sequence = self.sequences[key] = self._proposer.new_sequence(key)
+            sequence.take_prompt(message)
             self._proposer.open(sequence)
 
     def _commit(self, key: SequenceKey, commit: Commit, arrived: float) -> None:
         sequence = self.sequences.get(key)
-        if sequence is None or not sequence.is_open or sequence.committed_len != commit.base_committed_len:
+        if sequence is None or sequence.committed_len != commit.base_committed_len:
             # The verifier must open it again.
             unknown = Sequence(key)
             answer = unknown.no_drafts(ProposalStatus.UNKNOWN_REQUEST, commit.base_committed_len)
@@ -215,14 +204,9 @@ class DraftLoop:
             self.rounds += 1
             self.drafted += commit.num_wanted
 
-    def _sequence(self, key: SequenceKey) -> Sequence:
-        if key not in self.sequences:
-            self.sequences[key] = self._proposer.new_sequence(key)
-        return self.sequences[key]
-
     def _close(self, key: SequenceKey) -> None:
         sequence = self.sequences.pop(key, None)
-        if sequence is not None and sequence.is_open:
+        if sequence is not None:
             if self._lessons is not None:
                 self._lessons.close(key, sequence.text, sequence.is_greedy)
             self._proposer.close(sequence)

@@ -27,12 +27,12 @@ SequenceKey = tuple[int, int]
 
 
 class Sequence:
-    """Holds what the drafter knows of one request, from its first message to its close. The draft loop's lock guards
+    """Holds what the drafter knows of one request, from its Open to its close. The draft loop's lock guards
     it."""
 
     def __init__(self, key: SequenceKey) -> None:
         self.key = key
-        self.name: str | None = None
+        self.name = ""
         """The request id of the engine, if the verifier sends it."""
 
         self.sampling = DraftSampling()
@@ -43,10 +43,7 @@ class Sequence:
         """The last commit's, see `Commit`."""
 
         self.text: list[int] = []
-        """The prompt tokens that have arrived; once the prompt is complete, all committed tokens."""
-
-        self.is_open = False
-        """The prompt is complete and the proposer has it."""
+        """All committed tokens, prompt included."""
 
         self.num_wanted = self.num_on_miss = 0
         """The last commit's, see `Commit`."""
@@ -66,27 +63,18 @@ class Sequence:
 
     def about(self) -> Mapping[str, str]:
         """Returns ``extra`` for a log line about this sequence; {} when its verifier sends no name."""
-        return {} if self.name is None else logs.about(self.name)
+        return logs.about(self.name) if self.name else {}
 
     @property
     def is_greedy(self) -> bool:
         """The target takes its likeliest tokens."""
         return self.sampling.mode is Mode.GREEDY
 
-    @property
-    def next_offset(self) -> int:
-        """The offset of the next prompt piece. An open sequence expects a new prompt's first piece only."""
-        return 0 if self.is_open else len(self.text)
-
-    def add_prompt(self, piece: Open) -> bool:
-        """Appends a prompt piece and returns whether the prompt is complete. Only the first piece carries the biases,
-        so its sampling counts."""
-        if piece.offset == 0:
-            self.sampling = piece.sampling
-        self.num_speculative_tokens = piece.num_speculative_tokens
-        self.text.extend(piece.token_ids)
-        self.is_open = len(self.text) >= piece.prompt_len
-        return self.is_open
+    def take_prompt(self, message: Open) -> None:
+        """Begins with what the request's Open says."""
+        self.name, self.sampling = message.name, message.sampling
+        self.num_speculative_tokens = message.num_speculative_tokens
+        self.text.extend(message.token_ids)
 
     def commit(self, commit: Commit) -> None:
         """Appends committed tokens, which continue the text."""

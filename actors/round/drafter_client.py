@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from outrider.actors.round.request import Request
-from outrider.cluster.link import HANG, Link, LinkBroken, Received
+from outrider.cluster.link import Link, LinkBroken, Received
 from outrider.cluster.link.codec import pack
 from outrider.cluster.link.messages import (
     MAX_NAME_LENGTH,
@@ -20,7 +20,6 @@ from outrider.cluster.link.messages import (
     CloseReason,
     Commit,
     Message,
-    Name,
     Open,
     PrefetchedProposal,
     Proposals,
@@ -29,6 +28,9 @@ from outrider.cluster.link.messages import (
 )
 
 logger = logging.getLogger(__name__)
+
+HANG = "drafter hangs"
+"""How the reason of a link begins that was given up because its drafter lives but answers nothing."""
 
 _MAX_PREFETCHED = 128
 """Outcomes of one round that a request keeps drafts for: more than K drafts and their alternatives make."""
@@ -130,7 +132,7 @@ class DrafterClient:
         """
         with suppress(queue.Empty):
             while True:
-                self._offered.get_nowait().retire(f"link of epoch {link.epoch} takes its place")
+                self._offered.get_nowait().close(f"link of epoch {link.epoch} takes its place")
         self._offered.put(link)
 
     def check_link(self, at_boundary: bool = False) -> bool:
@@ -155,7 +157,7 @@ class DrafterClient:
 
     def _take_over(self, link: Link) -> None:
         if self._link is not None:
-            self._link.retire(f"link of epoch {link.epoch} takes its place")
+            self._link.close(f"link of epoch {link.epoch} takes its place")
             self._leave_link()
         self._link, self.is_lagging = link, False
         for request in self._requests.values():
@@ -176,7 +178,7 @@ class DrafterClient:
             with suppress(LinkBroken):  # noticed, logged and counted at the next step boundary
                 self._link.post(pack(messages))
 
-    def poll(self, timeout_s: float) -> Received[list[Message]] | None:
+    def poll(self, timeout_s: float) -> Received | None:
         """Returns the next frame; None if nothing comes within timeout_s, or without a link."""
         received = None if self._link is None else self._link.poll(timeout_s)
         if received is not None:
@@ -207,16 +209,13 @@ class DrafterClient:
         request.detach()
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         request.handle, self._by_handle[handle] = handle, request
-        if self._names_requests:
-            self._outbox.append(Name(handle, request.request_id[:MAX_NAME_LENGTH]))
         self._outbox.append(
             Open(
                 request=handle,
-                prompt_len=len(request.token_ids),
-                offset=0,
                 token_ids=list(request.token_ids),
                 num_speculative_tokens=request.max_drafts,
                 sampling=request.sampling,
+                name=request.request_id[:MAX_NAME_LENGTH] if self._names_requests else "",
             )
         )
 

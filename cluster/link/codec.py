@@ -1,8 +1,8 @@
 """The wire form of the messages of verifier and drafter: MessagePack, by msgspec.
 
 A payload is a list of messages; each is an array of its type's tag and its fields. Arrays of NumPy travel as their
-type, their shape and their bytes. `unpack` checks what only the link knows, the vocabulary and K; the messages check
-the rest as they are made.
+type, their shape and their bytes. `unpack` checks what only the link knows, the vocabulary and K; msgspec and the
+messages check the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from outrider.cluster.link.messages import (
-    TAUGHT_TOP,
     Commit,
     Message,
     MessageError,
@@ -23,32 +22,12 @@ from outrider.cluster.link.messages import (
     Proposals,
     TrainingSample,
 )
-from outrider.cluster.modes import MAX_PATHS
-
-PAYLOAD_TOKENS = 1 << 18
-"""A payload is closed when its prompts have so many tokens: after a new link all requests are opened at once."""
 
 _DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in (np.int32, np.float32, np.float16)}
 
 
-def pack(messages: Sequence[Message]) -> list[bytes]:
-    """Return payloads that hold the messages, in their order: one, or more where prompts are long.
-
-    Raises MessageError for a value that no message may have.
-    """
-    payloads, start, tokens = [], 0, 0
-    for index, message in enumerate(messages):
-        if isinstance(message, Open):
-            tokens += len(message.token_ids)
-            if tokens >= PAYLOAD_TOKENS:
-                payloads.append(_encode(messages[start : index + 1]))
-                start, tokens = index + 1, 0
-    if start < len(messages):
-        payloads.append(_encode(messages[start:]))
-    return payloads
-
-
-def _encode(messages: Sequence[Message]) -> bytes:
+def pack(messages: Sequence[Message]) -> bytes:
+    """Return a payload that holds the messages, in their order. Raises MessageError for a value that cannot be sent."""
     try:
         return _ENCODER.encode(list(messages))
     except (OverflowError, TypeError, ValueError) as error:
@@ -66,56 +45,33 @@ def unpack(payload: bytes, vocab_size: int, max_tokens_k: int) -> list[Message]:
         if isinstance(error.__cause__, MessageError):
             raise error.__cause__ from None
         raise MessageError("payload", str(error)) from None
-    if not messages:
-        raise MessageError("payload", "no messages")
     for message in messages:
-        _check(message, vocab_size, max_tokens_k)
+        drafts, token = _extent(message)
+        if drafts > max_tokens_k:
+            raise MessageError(type(message).__name__, f"{drafts} drafts, at most {max_tokens_k} are allowed")
+        if token >= vocab_size:
+            raise MessageError(type(message).__name__, f"id {token} is outside a vocabulary of {vocab_size}")
     return messages
 
 
-def _check(message: Message, vocab_size: int, max_tokens_k: int) -> None:
-    """Raise MessageError for a message that does not fit the target."""
+def _extent(message: Message) -> tuple[int, int]:
+    """Return the greatest number of drafts and the greatest token id that a message speaks of."""
     if isinstance(message, Commit):
-        _check_count("Commit.token_ids", len(message.token_ids), max_tokens_k + 1)
-        _check_count("Commit.num_wanted", message.num_wanted, max_tokens_k)
-        _check_ids("Commit.token_ids", message.token_ids, vocab_size)
-    elif isinstance(message, Proposals):
-        _check_count("Proposals.token_ids", len(message.token_ids), max_tokens_k)
-        _check_ids("Proposals.token_ids", message.token_ids, vocab_size)
-        _check_count("Proposals.paths", len(message.paths), MAX_PATHS - 1)
-        for path in message.paths:
-            _check_count("Proposals.paths", len(path.token_ids), max_tokens_k)
-            _check_ids("Proposals.paths", path.token_ids, vocab_size)
+        return max(len(message.token_ids) - 1, message.num_wanted), max(message.token_ids)
+    if isinstance(message, Proposals):
+        chains = [message.token_ids, *(path.token_ids for path in message.paths)]
+        ids = [max(chain, default=0) for chain in chains]
         if message.q is not None:
-            _check_array("Proposals.q_ids", message.q.ids, vocab_size)
-    elif isinstance(message, PrefetchedProposal):
-        _check_count("PrefetchedProposal.token_ids", len(message.token_ids), max_tokens_k)
-        _check_ids("PrefetchedProposal.token_ids", message.token_ids, vocab_size)
-        _check_ids("PrefetchedProposal.next_token", (message.next_token,), vocab_size)
-    elif isinstance(message, Open):
-        _check_count("Open.num_speculative_tokens", message.num_speculative_tokens, max_tokens_k)
-        _check_ids("Open.biases", [token for token, _ in message.sampling.biases], vocab_size)
-        _check_ids("Open.token_ids", message.token_ids, vocab_size)
-    elif isinstance(message, TrainingSample):
-        _check_count("TrainingSample.ids", len(message.ids), max_tokens_k + 1)
-        _check_count("TrainingSample.ids", message.ids.shape[1], TAUGHT_TOP)
-        _check_array("TrainingSample.ids", message.ids, vocab_size)
-
-
-def _check_count(field: str, count: int, most: int) -> None:
-    if count > most:
-        raise MessageError(field, f"{count}, at most {most} are allowed")
-
-
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        raise MessageError(field, f"ids from {min(ids)} to {max(ids)} are outside a vocabulary of {vocab_size}")
-
-
-def _check_array(field: str, ids: np.ndarray, vocab_size: int) -> None:
-    """Negative ids are refused by the messages themselves."""
-    if ids.max() >= vocab_size:
-        raise MessageError(field, f"id {ids.max()} is outside a vocabulary of {vocab_size}")
+            ids.append(int(message.q.ids.max()))
+        return max(map(len, chains)), max(ids)
+    if isinstance(message, PrefetchedProposal):
+        return len(message.token_ids), max(message.next_token, *message.token_ids)
+    if isinstance(message, Open):
+        biased = max((token for token, _ in message.sampling.biases), default=0)
+        return message.num_speculative_tokens, max(biased, max(message.token_ids))
+    if isinstance(message, TrainingSample):
+        return len(message.ids) - 1, int(message.ids.max())
+    return 0, 0
 
 
 def _to_wire(value: Any) -> Any:

@@ -102,7 +102,7 @@ class DeviceWire:
         self._lock = threading.Lock()
         self._ended: str | None = None
         self._receiving: Any = None
-        self._received = b""
+        self._received = bytearray()
         """What has come of a frame that goes on in the next tensor."""
 
         self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -152,7 +152,8 @@ class DeviceWire:
                 raise self._fail(f"length: {size} bytes after {len(self._received)} are no frame")
             self._received += way.on_host[_HEAD_WORDS:].numpy().view("uint8")[:size].tobytes()
             if not goes_on:
-                frame, self._received = self._received, b""
+                frame = bytes(self._received)
+                self._received.clear()
                 return frame
 
     def end(self, linger_s: float = 0.0) -> None:

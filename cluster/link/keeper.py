@@ -18,7 +18,7 @@ import ray
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.drafter_registry import LinkGrant, LinkReport, Verifier, Work, fingerprint
-from outrider.cluster.link import HANG, Link, LinkError, host_link
+from outrider.cluster.link import Link, LinkError, LinkInvitation, host_link
 from outrider.cluster.link.rendezvous import check_device
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.vocabulary import marks_of
@@ -37,11 +37,6 @@ LOST_S = 60.0
 the time of day, and so does not for an hour where the machine's clock was put back by one."""
 
 _LOOK_S = 1.0
-LOOPBACK = "127.0.0.1"
-
-_HANGS_BEFORE_RESTART = 2
-_LEAST_SILENCE_S = 5.0
-"""The least silence that may mean a stuck drafter: link deadlines may be far shorter than an honest step."""
 
 
 @dataclass(frozen=True)
@@ -51,32 +46,6 @@ class ReplicaIdentity:
 
     registry: str
     """Name of the registry actor."""
-
-
-class StuckDrafterDetector:
-    """Decides when a drafter is stuck and has to be restarted.
-
-    It is when several links in a row to it were given up because it answered nothing, when on all but the first of them
-    it said nothing at all, and when together they lasted for as long as an honest step may. A drafter that is only
-    slow, behind a deadline shorter than its steps, says that it is not ready.
-    """
-
-    def __init__(self, link_deadline_s: float) -> None:
-        """link_deadline_s: the least silence on each link that was given up."""
-        self._most = max(_HANGS_BEFORE_RESTART, math.ceil(_LEAST_SILENCE_S / link_deadline_s))
-        self.in_a_row = 0
-        self._drafter = ""
-
-    def ended(self, drafter: str, reason: str, heard: bool) -> bool:
-        """Record that a link has ended. heard: messages came over it. Returns whether to restart the drafter."""
-        if drafter != self._drafter:
-            self._drafter, self.in_a_row = drafter, 0
-        silent = HANG in reason and (self.in_a_row == 0 or not heard)
-        self.in_a_row = self.in_a_row + 1 if silent else 0
-        if self.in_a_row < self._most:
-            return False
-        self.in_a_row = 0
-        return True
 
 
 class FailbackPolicy:
@@ -180,6 +149,7 @@ class LinkKeeper:
         self._broken.set()
         if self._link is not None:
             self._link.close("verifier stops")
+            self._link.join()
 
     def status(self) -> dict[str, Any]:
         link = self._link
@@ -189,7 +159,6 @@ class LinkKeeper:
     def _run(self) -> None:
         unreachable: set[str] = set()
         retry_s = _FIRST_RETRY_S
-        silent = StuckDrafterDetector(self._config.link.link_deadline_ms / 1e3)
         while not self._stopping.is_set():
             grant: LinkGrant | None = None
             try:
@@ -210,36 +179,27 @@ class LinkKeeper:
             retry_s = _FIRST_RETRY_S
             while (another := self._serve(link, grant.drafter)) is not None:
                 link, grant = another
-            if silent.ended(grant.drafter, link.broken or "", link.counters.data_frames_received > 0):
-                self._restart(grant.drafter)
 
     def _verifier(self, linked_to: str = "") -> Verifier:
         self._node = self._node or ray.get_runtime_context().get_node_id()
         return Verifier(self._identity.replica, self._fingerprint, self._node, linked_to, self._work())
 
-    def _restart(self, drafter: str) -> None:
-        """Kill a drafter whose loop is stuck; Ray starts a fresh one under the same name."""
-        logger.error("%s has answered nothing on several links in a row: restarting it", drafter)
-        try:
-            ray.kill(ray.get_actor(drafter, namespace=NAMESPACE), no_restart=False)
-        except (ValueError, ray.exceptions.RayError) as error:
-            logger.error("could not restart %s: %s", drafter, error)
-
     def _connect(self, grant: LinkGrant) -> Link:
-        drafter = ray.get_actor(grant.drafter, namespace=NAMESPACE)
-        host = self._host_towards(self._wait_until_ready(grant, drafter))
-        invitation, complete = host_link(
-            host=host,
+        config = self._config.link
+        # Processes of one Ray node share a file system, whatever containers run on the machine.
+        is_near = self._wait_until_ready(grant) == self._node
+        host = None if is_near else ray.util.get_node_ip_address()
+        address, complete = host_link(host, config.backend, self._device)
+        invitation = LinkInvitation(
+            address=address,
             epoch=grant.epoch,
-            backend=self._config.link.backend,
-            round_deadline_ms=self._config.link.round_deadline_ms,
-            link_deadline_ms=self._config.link.link_deadline_ms,
+            link_deadline_ms=config.link_deadline_ms,
             vocab_size=self._vocab_size,
             num_speculative_tokens=self._config.num_speculative_tokens,
             verifier_id=self._identity.replica,
             vocabulary=self._vocabulary,
-            device=self._device,
         )
+        drafter = ray.get_actor(grant.drafter, namespace=NAMESPACE)
         joining = drafter.accept_link.remote(invitation, _CONNECT_TIMEOUT_S)
         try:
             wire = complete(_CONNECT_TIMEOUT_S)
@@ -251,7 +211,7 @@ class LinkKeeper:
         link = Link(
             wire,
             epoch=grant.epoch,
-            link_deadline_s=self._config.link.link_deadline_ms / 1e3,
+            link_deadline_s=config.link_deadline_ms / 1e3,
             decode=self._decode,
             name=f"{self._identity.replica}->{grant.drafter}",
             on_broken=lambda reason: self._broken.set(),
@@ -259,35 +219,31 @@ class LinkKeeper:
         link.start()
         try:
             ray.get(joining, timeout=_CONNECT_TIMEOUT_S)
-            times = link.ping(16, timeout_s=_CONNECT_TIMEOUT_S)
+            rtt_us = link.ping(16, timeout_s=_CONNECT_TIMEOUT_S)
         except BaseException:
             link.abort("start-up failed")
             raise
         reconnects = self._report.reconnects + (self._report.epoch > 0)
-        self._report = LinkReport(
-            "up", grant.epoch, grant.drafter, reconnects, times.median_us, self._given_up, wire.backend
-        )
-        logger.info(
-            "link to %s is up: epoch %d, %s, round trip median %.0f us (min %.0f, max %.0f)",
-            grant.drafter, grant.epoch, wire.backend, times.median_us, times.min_us, times.max_us,
-        )  # fmt: skip
+        self._report = LinkReport("up", grant.epoch, grant.drafter, reconnects, rtt_us, self._given_up, wire.backend)
+        up = "link to %s is up: epoch %d, %s, round trip median %.0f us"
+        logger.info(up, grant.drafter, grant.epoch, wire.backend, rtt_us)
         return link
 
-    def _wait_until_ready(self, grant: LinkGrant, drafter: Any) -> str:
-        """Return the drafter's address, once its model is loaded.
+    def _wait_until_ready(self, grant: LinkGrant) -> str:
+        """Return the drafter's node, once its model is loaded.
 
         Raises LinkError when it does not answer for a while: to invite a drafter that is stopped or still loading would
         only pile up invitations.
         """
         name = grant.drafter
-        question = self._asked(name) or self._ask(name, drafter)
+        question = self._question(name)
         deadline = time.monotonic() + (_READY_AMONG_OTHERS_S if grant.has_others else _READY_TIMEOUT_S)
         while not ray.wait([question], timeout=_WATCH_S)[0]:
             if self._stopping.is_set() or time.monotonic() > deadline:
                 raise LinkError(f"{name} is stopped or still loading")
         del self._ready[name]
-        host: str = ray.get(question)
-        return host
+        node: str = ray.get(question)
+        return node
 
     def _serve(self, link: Link, drafter: str) -> tuple[Link, LinkGrant] | None:
         """Hand the link over and sleep until it breaks.
@@ -299,7 +255,7 @@ class LinkKeeper:
         self._on_link(link)
         self._tell_registry()
         while link.broken is None and not self._stopping.is_set():
-            self._broken.wait(_WATCH_S)  # a link that this process aborts does not call on_broken
+            self._broken.wait(_LOOK_S)
             self._broken.clear()
             if link.broken is None and (another := self._another(drafter)) is not None:
                 return another
@@ -347,30 +303,24 @@ class LinkKeeper:
 
     def _is_ready(self, name: str) -> bool:
         """Return whether the drafter has answered since the last check, and ask it again. Never waits."""
-        question = self._asked(name)
         try:
-            if question is not None:
-                if not ray.wait([question], timeout=0)[0]:
-                    return False
-                del self._ready[name]
-                ray.get(question)
-            self._ask(name, ray.get_actor(name, namespace=NAMESPACE))
+            question = self._question(name)
+            if not ray.wait([question], timeout=0)[0]:
+                return False
+            del self._ready[name]
+            ray.get(question)
+            self._question(name)
         except (ValueError, ray.exceptions.RayError):
             return False
-        return question is not None
+        return True
 
-    def _ask(self, name: str, drafter: Any) -> Any:
-        """Ask the drafter whether it is ready. Returns the call."""
-        now = time.monotonic()
-        self._ready = {other: asked for other, asked in self._ready.items() if now - asked[1] < LOST_S}
-        question = drafter.ready.remote()
-        self._ready[name] = question, now
-        return question
-
-    def _asked(self, name: str) -> Any:
-        """Return the call that is not answered yet, unless it is so old that its answer is lost."""
+    def _question(self, name: str) -> Any:
+        """Return the call of the drafter's `ready` that is out, or a new one."""
         question, asked_s = self._ready.get(name, (None, 0.0))
-        return question if time.monotonic() - asked_s < LOST_S else None
+        if question is None or time.monotonic() - asked_s > LOST_S:
+            question = ray.get_actor(name, namespace=NAMESPACE).ready.remote()
+            self._ready[name] = question, time.monotonic()
+        return question
 
     def _note_failure(self, error: Exception) -> None:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None else error
@@ -380,11 +330,6 @@ class LinkKeeper:
             self._said = said
         if self._report.epoch == 0:
             self._report.last_error = said
-
-    @staticmethod
-    def _host_towards(drafter_host: str) -> str:
-        own = ray.util.get_node_ip_address()
-        return LOOPBACK if own == drafter_host else own
 
     def _ask_registry(self, method: str, *args: Any) -> Any:
         if self._registry is None:

@@ -1,7 +1,7 @@
 """The messages between verifier and drafter.
 
-Every message checks itself when it is made, also when it is made from what a peer has sent, so a wrong one fails where
-the mistake is. The wire form is in ``cluster/link/codec.py``.
+They travel as MessagePack, by msgspec (``cluster/link/codec.py``), which checks a field's type and range where a
+message is received. What fields have to be together is checked in ``__post_init__``, also where a message is made.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
-from outrider.cluster.link.frame import MAX_INT31
 from outrider.cluster.modes import MAX_PATHS, Mode
+
+PROTOCOL_VERSION = 10
+"""Part of what both ends of a link must agree on (drafter_registry.fingerprint)."""
+
+MAX_INT31 = 2**31 - 1
 
 Q_SUM_TOLERANCE = 1e-3
 """How far the probabilities of a row of q, float32, may sum to something else than 1."""
@@ -39,6 +44,9 @@ MAX_ADAPTERS = 256
 """Most LoRA adapters of a drafter."""
 
 MAX_BIAS = float(np.finfo(np.float32).max)
+
+Int31 = Annotated[int, Meta(ge=0, le=MAX_INT31)]
+TokenIds = Annotated[Sequence[Int31], Meta(min_length=1)]
 
 
 class DraftOrigin(enum.IntEnum):
@@ -112,38 +120,22 @@ class DraftSampling:
 
     mode: Mode = Mode.GREEDY
     temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    top_n: int = 64
+    top_k: Int31 = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    top_n: Annotated[int, Meta(ge=0, le=MAX_TOP_N)] = 64
     biases: tuple[tuple[int, float], ...] = ()
     only_biased: bool = False
-    tenant: int = 0
+    tenant: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     remembered: bool = True
-    adapter: int = 0
+    adapter: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mode, Mode):
-            raise MessageError("Open.mode", f"unknown mode {self.mode}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise MessageError("Open.temperature", f"{self.temperature} is not a finite number from 0 up")
         if self.mode is not Mode.GREEDY and self.temperature == 0:
             raise MessageError("Open.temperature", f"0 with mode {self.mode.name}")
-        if not 0 <= self.top_k <= MAX_INT31:
-            raise MessageError("Open.top_k", f"{self.top_k} is not in 0 to {MAX_INT31}")
-        if not 0 < self.top_p <= 1:
-            raise MessageError("Open.top_p", f"{self.top_p} is not in (0, 1]")
-        if not 0 <= self.min_p <= 1:
-            raise MessageError("Open.min_p", f"{self.min_p} is not in [0, 1]")
-        if not -(2**63) <= self.seed < 2**63:
-            raise MessageError("Open.seed", f"{self.seed} is no 64-bit integer")
-        if not 0 <= self.tenant < 2**63:
-            raise MessageError("Open.tenant", f"{self.tenant} is not in 0 to 2**63 - 1")
-        if not 0 <= self.adapter <= MAX_ADAPTERS:
-            raise MessageError("Open.adapter", f"{self.adapter} is not in 0 to {MAX_ADAPTERS}")
-        if not 0 <= self.top_n <= MAX_TOP_N:
-            raise MessageError("Open.top_n", f"{self.top_n} is not in 0 to {MAX_TOP_N}")
         if len(self.biases) > MAX_BIASED_TOKENS:
             raise MessageError("Open.biases", f"{len(self.biases)} tokens, at most {MAX_BIASED_TOKENS} are allowed")
         if len({token for token, _ in self.biases}) < len(self.biases):
@@ -158,37 +150,23 @@ class DraftSampling:
 
 
 class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Holds how messages travel: as an array of the type's tag and the fields."""
+    """Holds how messages and their parts travel: as an array of the fields, behind a message's tag."""
 
 
 class Open(_Message, tag=1):
-    """Asks the drafter to follow a request, or continues the prompt of one.
+    """Asks the drafter to follow a request.
 
     request: a handle of this link, 0 to 2**31-1, never used twice in the link's life. A request that comes back
-        after preemption gets a new one, and its prompt then contains the output committed so far.
-    prompt_len: tokens of the whole prompt, all pieces together.
-    offset: tokens of the prompt before this piece.
-    sampling: that of the piece at offset 0 counts.
+        after preemption gets a new one, and its token_ids then contain the output committed so far.
+    token_ids: the whole text.
+    name: the id by which the engine knows the request, printable ASCII, for the drafter's log; "": not sent.
     """
 
-    request: int
-    prompt_len: int
-    offset: int
-    token_ids: Sequence[int]
-    num_speculative_tokens: int
+    request: Int31
+    token_ids: TokenIds
+    num_speculative_tokens: Int31
     sampling: DraftSampling
-
-    def __post_init__(self) -> None:
-        _check_int31("Open.request", self.request)
-        _check_int31("Open.prompt_len", self.prompt_len)
-        count = len(self.token_ids)
-        if count < 1:
-            raise MessageError("Open.token_ids", "empty")
-        if self.offset < 0 or self.offset + count > self.prompt_len:
-            raise MessageError(
-                "Open.offset", f"{self.offset} with {count} tokens is outside a prompt of {self.prompt_len}"
-            )
-        _check_int31("Open.num_speculative_tokens", self.num_speculative_tokens)
+    name: Annotated[str, Meta(max_length=MAX_NAME_LENGTH, pattern=r"^[ -~]*\Z")] = ""
 
 
 class Commit(_Message, tag=2):
@@ -203,27 +181,19 @@ class Commit(_Message, tag=2):
     the drafter drafts nothing ahead.
     """
 
-    request: int
-    base_committed_len: int
-    token_ids: Sequence[int]
-    num_wanted: int
-    num_on_miss: int
+    request: Int31
+    base_committed_len: Int31
+    token_ids: TokenIds
+    num_wanted: Int31
+    num_on_miss: Int31
     has_drafts: bool = False
-    num_paths: int = 1
+    num_paths: Annotated[int, Meta(ge=1, le=MAX_PATHS)] = 1
 
     def __post_init__(self) -> None:
-        _check_int31("Commit.request", self.request)
-        if len(self.token_ids) < 1:
-            raise MessageError("Commit.token_ids", "empty: a round commits at least the next token")
-        if self.base_committed_len < 0 or self.committed_len > MAX_INT31:
-            raise MessageError("Commit.base_committed_len", f"{self.base_committed_len} is no length")
-        _check_int31("Commit.num_wanted", self.num_wanted)
         if not 0 <= self.num_on_miss <= self.num_wanted:
             raise MessageError("Commit.num_on_miss", f"{self.num_on_miss} is not in 0 to {self.num_wanted} wanted")
         if self.has_drafts and not self.num_wanted:
             raise MessageError("Commit.has_drafts", "set, but none are wanted")
-        if not 1 <= self.num_paths <= MAX_PATHS:
-            raise MessageError("Commit.num_paths", f"{self.num_paths} is not in 1 to {MAX_PATHS}")
 
     @property
     def accepted_len(self) -> int:
@@ -238,14 +208,11 @@ class Commit(_Message, tag=2):
 class Close(_Message, tag=3):
     """Tells the drafter that it may forget a request."""
 
-    request: int
+    request: Int31
     reason: CloseReason
 
-    def __post_init__(self) -> None:
-        _check_int31("Close.request", self.request)
 
-
-class SparseQ(msgspec.Struct, eq=False, array_like=True, forbid_unknown_fields=True):
+class SparseQ(_Message, eq=False):
     """Holds the truncated, renormalised distributions that drafts were sampled from: the drafter's q.
 
     ids: int32 [k, n], no id twice in a row. probs: float32 [k, n], each row summing to 1.
@@ -270,33 +237,20 @@ class SparseQ(msgspec.Struct, eq=False, array_like=True, forbid_unknown_fields=T
         sums = probs.sum(axis=1)
         if not (np.abs(sums - 1) <= Q_SUM_TOLERANCE).all():
             raise MessageError("Proposals.q_probs", f"rows sum to between {sums.min():.6g} and {sums.max():.6g}, not 1")
-        in_order = np.sort(ids, axis=1)
-        if in_order[:, 0].min() < 0:
-            raise MessageError("Proposals.q_ids", "a negative id")
-        if (in_order[:, 1:] == in_order[:, :-1]).any():
-            raise MessageError("Proposals.q_ids", "an id stands twice in one row")
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SparseQ):
-            return NotImplemented
-        return np.array_equal(self.ids, other.ids) and np.array_equal(self.probs, other.probs)
-
-    __hash__ = None  # type: ignore[assignment]
+        _check_rows("Proposals.q_ids", ids)
 
 
-class DraftPath(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class DraftPath(_Message):
     """Holds another continuation of the text than a proposal's main line: a path from a draft tree's root to a leaf.
 
     token_ids: all its tokens, those it shares with the main line included. gain: tokens that are expected to be
     accepted beyond what the main line and the paths before this one bring.
     """
 
-    token_ids: Sequence[int]
+    token_ids: TokenIds
     gain: float
 
     def __post_init__(self) -> None:
-        if not self.token_ids:
-            raise MessageError("Proposals.paths", "a path has no tokens")
         if not 0 <= self.gain <= len(self.token_ids):  # NaN fails
             raise MessageError("Proposals.paths", f"a gain of {self.gain} with {len(self.token_ids)} tokens")
 
@@ -312,19 +266,16 @@ class Proposals(_Message, tag=4):
     paths: further paths of the draft tree whose main line token_ids is, the best first; none with a q.
     """
 
-    request: int
-    base_committed_len: int
-    token_ids: Sequence[int]
+    request: Int31
+    base_committed_len: Int31
+    token_ids: Sequence[Int31]
     status: ProposalStatus = ProposalStatus.OK
     q: SparseQ | None = None
     origin: DraftOrigin = DraftOrigin.NONE
-    step_us: int = 0
-    paths: tuple[DraftPath, ...] = ()
+    step_us: Int31 = 0
+    paths: Annotated[tuple[DraftPath, ...], Meta(max_length=MAX_PATHS - 1)] = ()
 
     def __post_init__(self) -> None:
-        _check_int31("Proposals.request", self.request)
-        _check_int31("Proposals.base_committed_len", self.base_committed_len)
-        _check_int31("Proposals.step_us", self.step_us)
         if len(self.token_ids) and self.status is not ProposalStatus.OK:
             raise MessageError("Proposals.token_ids", f"{len(self.token_ids)} ids with status {self.status.name}")
         if self.paths and not len(self.token_ids):
@@ -351,43 +302,16 @@ class PrefetchedProposal(_Message, tag=5):
     origin, step_us: as in Proposals.
     """
 
-    request: int
-    base_committed_len: int
-    position: int
-    next_token: int
-    token_ids: Sequence[int]
+    request: Int31
+    base_committed_len: Int31
+    position: Int31
+    next_token: Int31
+    token_ids: TokenIds
     origin: DraftOrigin
-    step_us: int = 0
-
-    def __post_init__(self) -> None:
-        _check_int31("PrefetchedProposal.request", self.request)
-        _check_int31("PrefetchedProposal.base_committed_len", self.base_committed_len)
-        _check_int31("PrefetchedProposal.next_token", self.next_token)
-        _check_int31("PrefetchedProposal.step_us", self.step_us)
-        if not self.base_committed_len <= self.position <= MAX_INT31:
-            raise MessageError("PrefetchedProposal.position", f"{self.position} is before {self.base_committed_len}")
-        if not self.token_ids:
-            raise MessageError("PrefetchedProposal.token_ids", "empty: there is nothing to take")
+    step_us: Int31 = 0
 
 
-class Name(_Message, tag=6):
-    """Tells the drafter the id by which the engine knows a request, for its log. It is sent before the request's Open.
-
-    request_id: 1 to MAX_NAME_LENGTH printable ASCII characters.
-    """
-
-    request: int
-    request_id: str
-
-    def __post_init__(self) -> None:
-        _check_int31("Name.request", self.request)
-        if not 1 <= len(self.request_id) <= MAX_NAME_LENGTH:
-            raise MessageError("Name.request_id", f"{len(self.request_id)} characters, 1 to {MAX_NAME_LENGTH} are sent")
-        if not (self.request_id.isascii() and self.request_id.isprintable()):
-            raise MessageError("Name.request_id", "not printable ASCII")
-
-
-class TrainingSample(_Message, tag=7, eq=False):
+class TrainingSample(_Message, tag=6, eq=False):
     """Carries the target's likeliest tokens at positions that it has committed, for a drafter that learns.
 
     It is sent after their Commit, when nobody waits for it; one that is lost costs nothing but learning.
@@ -397,14 +321,12 @@ class TrainingSample(_Message, tag=7, eq=False):
     columns where the vocabulary is smaller. log_p: float16, likewise: their log-probabilities at temperature 1.
     """
 
-    request: int
-    position: int
+    request: Int31
+    position: Int31
     ids: np.ndarray
     log_p: np.ndarray
 
     def __post_init__(self) -> None:
-        _check_int31("TrainingSample.request", self.request)
-        _check_int31("TrainingSample.position", self.position)
         ids, log_p = self.ids, self.log_p
         if ids.dtype != np.int32 or ids.ndim != 2 or ids.size == 0 or ids.shape[1] > TAUGHT_TOP:
             raise MessageError(
@@ -412,11 +334,7 @@ class TrainingSample(_Message, tag=7, eq=False):
             )
         if log_p.dtype != np.float16 or log_p.shape != ids.shape:
             raise MessageError("TrainingSample.log_p", f"must be float16 {list(ids.shape)}, found {log_p.dtype}")
-        in_order = np.sort(ids, axis=1)
-        if in_order[:, 0].min() < 0:
-            raise MessageError("TrainingSample.ids", "a negative id")
-        if (in_order[:, 1:] == in_order[:, :-1]).any():
-            raise MessageError("TrainingSample.ids", "an id stands twice in one row")
+        _check_rows("TrainingSample.ids", ids)
         with np.errstate(invalid="ignore"):
             if not (log_p <= _LOG_P_TOLERANCE).all():  # NaN fails
                 raise MessageError("TrainingSample.log_p", "a log-probability is above 0 or not a number")
@@ -424,18 +342,14 @@ class TrainingSample(_Message, tag=7, eq=False):
         if not (sums <= 1 + TAUGHT_SUM_TOLERANCE).all():
             raise MessageError("TrainingSample.log_p", f"a row sums to {sums.max():.6g}, more than 1")
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TrainingSample):
-            return NotImplemented
-        same = (self.request, self.position) == (other.request, other.position)
-        return same and np.array_equal(self.ids, other.ids) and np.array_equal(self.log_p, other.log_p)
 
-    __hash__ = None  # type: ignore[assignment]
+Message: TypeAlias = Open | Commit | Close | Proposals | PrefetchedProposal | TrainingSample
 
 
-Message: TypeAlias = Open | Commit | Close | Proposals | PrefetchedProposal | Name | TrainingSample
-
-
-def _check_int31(field: str, value: int) -> None:
-    if not 0 <= value <= MAX_INT31:
-        raise MessageError(field, f"{value} is not in 0 to {MAX_INT31}")
+def _check_rows(field: str, ids: np.ndarray) -> None:
+    """Raise MessageError unless each row has distinct ids, none of them negative."""
+    in_order = np.sort(ids, axis=1)
+    if in_order[:, 0].min() < 0:
+        raise MessageError(field, "a negative id")
+    if (in_order[:, 1:] == in_order[:, :-1]).any():
+        raise MessageError(field, "an id stands twice in one row")

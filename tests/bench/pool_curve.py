@@ -139,7 +139,7 @@ class Target:
         for handle in range(batch):
             sequence = proposer.new_sequence((link_id, handle))
             prompt = [(link_id * batch + handle) % TOKENS.lanes] * PROMPT_TOKENS
-            sequence.add_prompt(Open(handle, PROMPT_TOKENS, 0, prompt, k, DraftSampling()))
+            sequence.take_prompt(Open(handle, prompt, k, DraftSampling()))
             self.requests[sequence] = Request(sequence, self._lengths.track(k))
             proposer.open(sequence)
 

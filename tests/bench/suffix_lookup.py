@@ -21,7 +21,7 @@ PROMPT, ANSWER, K = 4096, 1024, 8
 
 def opened(drafter: SuffixProposer, key: tuple[int, int], prompt: list[int]) -> SuffixSequence:
     sequence = drafter.new_sequence(key)
-    sequence.add_prompt(Open(key[1], len(prompt), 0, prompt, 4, DraftSampling()))
+    sequence.take_prompt(Open(key[1], prompt, 4, DraftSampling()))
     drafter.open(sequence)
     return sequence
 

@@ -72,10 +72,8 @@ class Drafter:
 
     def __call__(self, message: Message) -> list[Proposals]:
         if isinstance(message, Open):
-            text = self._texts.setdefault(message.request, [])
-            text += message.token_ids
-            done = len(text) == message.prompt_len
-            return [Proposals(message.request, len(text), [], ProposalStatus.READY)] if done else []
+            text = self._texts[message.request] = list(message.token_ids)
+            return [Proposals(message.request, len(text), [], ProposalStatus.READY)]
         if not isinstance(message, Commit) or not message.num_wanted:
             return []
         text = self._texts[message.request]

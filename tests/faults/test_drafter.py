@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 import ray
 
-from outrider.cluster.link import HANG
+from outrider.actors.round.drafter_client import HANG
 from outrider.v1 import generation_pb2 as pb
 from tests.support.cluster.serving import HANG_GUARD_S, drafted, wait_until
 from tests.support.load.traffic import Traffic, allowance_s

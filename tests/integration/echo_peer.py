@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,34 +33,19 @@ HANG_S = 60.0
 """Only a guard against hanging; nothing here measures speed."""
 
 
-def invite(epoch, verifier_id, **changes):
-    """changes: of host_link's arguments."""
-    arguments = {
-        "host": "127.0.0.1",
-        "epoch": epoch,
-        "backend": "auto",
-        "round_deadline_ms": 100,
-        "link_deadline_ms": AGES_S * 1000,
-        "vocab_size": VOCAB,
-        "num_speculative_tokens": K,
-        "verifier_id": verifier_id,
-    }
-    return host_link(**arguments | changes)
+def host(backend):
+    """Listen for a wire of this kind, as Wire.backend names it."""
+    return host_link("127.0.0.1" if backend == "tcp" else None, "auto" if backend in ("ipc", "tcp") else backend)
 
 
-def connected(backend, **changes):
-    """Return two wires of this process that are connected, the verifier's first. backend: as Wire.backend names it."""
-    invitation, complete = invite(1, "test", backend=asked(backend), **changes)
+def connected(backend):
+    """Return two wires of this process that are connected, the verifier's first."""
+    address, complete = host(backend)
     joined = queue.SimpleQueue()
-    seen = invitation if backend != "tcp" else replace(invitation, local_addresses=None)
-    threading.Thread(target=lambda: joined.put(join_link(seen, HANG_S))).start()
+    threading.Thread(target=lambda: joined.put(join_link(address, HANG_S))).start()
     here, there = complete(HANG_S), joined.get(timeout=HANG_S)
     assert here.backend == there.backend == backend
     return here, there
-
-
-def asked(backend):
-    return "auto" if backend in ("ipc", "tcp") else backend
 
 
 def make_link(wire, epoch, name, deadline_s, **options):
@@ -80,9 +64,8 @@ def make_link(wire, epoch, name, deadline_s, **options):
 def peer_main():
     for line in sys.stdin:
         job = pickle.loads(base64.b64decode(line))
-        invitation = job["invitation"]
-        wire = join_link(invitation, HANG_S)
-        link = make_link(wire, invitation.epoch, "peer", invitation.link_deadline_ms / 1000)
+        wire = join_link(job["address"], HANG_S)
+        link = make_link(wire, job["epoch"], "peer", job["deadline_s"])
         echoed = 0
         while link.broken is None:
             received = link.poll(0.2)
@@ -112,11 +95,8 @@ class Peer:
 
     def link(self, deadline_s=AGES_S, **options):
         self.epoch += 1
-        changes = {"backend": asked(self.backend), "link_deadline_ms": deadline_s * 1000}
-        invitation, complete = invite(self.epoch, "test", **changes)
-        job = {
-            "invitation": invitation if self.backend != "tcp" else replace(invitation, local_addresses=None),
-        }
+        address, complete = host(self.backend)
+        job = {"address": address, "epoch": self.epoch, "deadline_s": deadline_s}
         self.process.stdin.write(base64.b64encode(pickle.dumps(job)) + b"\n")
         link = make_link(complete(60), self.epoch, f"link{self.epoch}", deadline_s, **options)
         self.links.append(link)

@@ -72,7 +72,7 @@ LONG = 4 << 20
 """Bytes of a frame that no socket takes at once."""
 
 ROUND = [
-    Open(1, 3, 0, [1, 2, 3], K, DraftSampling(Mode.COUPLED, 0.7, seed=42)),
+    Open(1, [1, 2, 3], K, DraftSampling(Mode.COUPLED, 0.7, seed=42)),
     Commit(1, 3, [4], 4, 2),
     Proposals(1, 4, [5, 6, 7, 8]),
     Close(1, CloseReason.FINISHED),
@@ -99,10 +99,10 @@ def test_echo_and_ping(peer, capsys):
     link = peer.link()
     for _ in range(200):
         echo(link, ROUND)
-    stats = link.ping(64, HANG_S)
+    median_us = link.ping(64, HANG_S)
     with capsys.disabled():
-        print(f" [{peer.backend}, round trip through two links, µs: {stats}]", end="")
-    assert 0 < stats.min_us <= stats.median_us <= stats.max_us
+        print(f" [{peer.backend}, round trip through two links: {median_us:.0f} µs]", end="")
+    assert median_us > 0
     assert link.broken is None
 
 
@@ -195,13 +195,17 @@ def test_ended_links_leave_nothing(peer):
         )
 
     echo(peer.link(), ROUND)
-    peer.links.pop().close("warm")
+    warm = peer.links.pop()
+    warm.close("warm")
+    assert warm.join(HANG_S)
+    del warm
     peer.report()
     before = left()
     for ending in ("close", "abort", "close", "abort"):
         link = peer.link()
         echo(link, ROUND)
         getattr(peer.links.pop(), ending)("over")
+        assert link.join(HANG_S)
         del link
         peer.report()
     deadline = time.monotonic() + HANG_S

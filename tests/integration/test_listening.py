@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from outrider.cluster.link.rendezvous import open_store
-from tests.integration.echo_peer import invite
+from outrider.cluster.link.rendezvous import host_link, open_store
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -26,10 +25,18 @@ def listening() -> set[tuple[str, int]]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
 def test_a_link_listens_where_it_was_told_to_alone(host: str) -> None:
     before = listening()
-    invitation, complete = invite(1, "v", host=host)
-    ports = {int(address.rpartition(":")[2]) for address in invitation.addresses}
+    address, complete = host_link(host, "auto")
+    ports = {int(endpoint.rpartition(":")[2]) for endpoint in address.endpoints}
     assert listening() - before == {(host, port) for port in ports}
     del complete
+    assert listening() == before
+
+
+def test_a_link_within_a_machine_listens_at_no_port() -> None:
+    before = listening()
+    listening_end = host_link(None, "auto")
+    assert listening() == before
+    del listening_end
 
 
 @pytest.mark.parametrize("shared", [False, True])

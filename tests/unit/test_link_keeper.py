@@ -8,10 +8,9 @@ import pytest
 
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.cluster.drafter_registry import DrafterRegistry, LinkReport, Member
-from outrider.cluster.link import HANG, LinkError
+from outrider.cluster.link import LinkCounters, LinkError
 from outrider.cluster.link import keeper as link_keeper
-from outrider.cluster.link.keeper import FailbackPolicy, LinkKeeper, ReplicaIdentity, StuckDrafterDetector
-from outrider.cluster.link.link import LinkCounters
+from outrider.cluster.link.keeper import FailbackPolicy, LinkKeeper, ReplicaIdentity
 from tests.support.clock import Clock
 
 SOON_S = 60.0
@@ -25,6 +24,9 @@ class Wire:
 
     def close(self, reason):
         self.broken = reason
+
+    def join(self):
+        pass
 
 
 class ScriptedKeeper(LinkKeeper):
@@ -41,10 +43,6 @@ class ScriptedKeeper(LinkKeeper):
         self.members.renew(Member("r2", "D2", fingerprint=self._fingerprint), 1e9, now=0)
         self.alive = {"D1", "D2"}
         self.looked = threading.Semaphore(0)
-        self.restarted = queue.Queue()
-
-    def _restart(self, drafter):
-        self.restarted.put(drafter)
 
     def _ask_registry(self, method, *args):
         return None if method == "report" else getattr(self.members, method)(*args, 0.0)
@@ -87,9 +85,9 @@ def keeper(prepared):
         yield prepared
 
 
-def lose(keeper, link, dead, reason="connection lost"):
+def lose(keeper, link, dead):
     keeper.alive -= dead
-    link.broken = reason
+    link.broken = "connection lost"
     keeper._broken.set()
 
 
@@ -141,49 +139,6 @@ def test_epochs_go_on_behind_those_of_a_registry_that_was_lost(keeper):
     keeper.members.renew(Member("r1", "D1", fingerprint=keeper._fingerprint), 1e9, now=0)
     lose(keeper, link, set())
     assert keeper.next_link().epoch > link.epoch
-
-
-def test_a_drafter_that_is_silent_on_two_links_is_restarted(keeper):
-    for _ in range(2):
-        assert keeper.restarted.empty()
-        lose(keeper, keeper.next_link(), set(), HANG)
-    assert keeper.restarted.get(timeout=SOON_S) == "D1"
-
-
-def silent_links(deadline_s, *heard):
-    """Return the number of the link after which the drafter is restarted; None: it is not."""
-    links = StuckDrafterDetector(deadline_s)
-    return next((number for number, one in enumerate(heard, 1) if links.ended("D1", f"{HANG}: no answer", one)), None)
-
-
-def test_the_first_of_the_silent_links_may_have_worked_until_then():
-    assert silent_links(5.0, True, False) == 2
-    assert silent_links(30.0, False, False) == 2
-
-
-def test_a_deadline_shorter_than_an_honest_step_costs_no_drafter():
-    """190 ms a step, behind 90: on each link something is heard, that it is not ready at least, or not even that, where
-    a step holds everything up."""
-    assert silent_links(0.09, *[True] * 1000) is None
-    assert silent_links(0.09, *[False] * 20) is None, "1.8 s is nothing"
-    assert silent_links(0.09, *[False] * 56) == 56, "5 s are something"
-
-
-def test_what_ends_otherwise_is_no_silence():
-    links = StuckDrafterDetector(5.0)
-    assert not links.ended("D1", f"{HANG}: no answer", False)
-    assert not links.ended("D1", "connection lost", False)
-    assert not links.ended("D1", f"{HANG}: no answer", False)
-    assert links.ended("D1", f"{HANG}: no answer", False)
-    assert not links.ended("D1", f"{HANG}: no answer", False), "the new one starts afresh"
-
-
-def test_each_drafter_of_a_pool_answers_for_its_own_silence():
-    """It drafts for others, too."""
-    links = StuckDrafterDetector(5.0)
-    for drafter in ("D1", "D2", "D3"):
-        assert not links.ended(drafter, f"{HANG}: no answer", False)
-    assert links.ended("D3", f"{HANG}: no answer", False)
 
 
 @pytest.fixture

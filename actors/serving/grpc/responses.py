@@ -16,7 +16,7 @@ from outrider.actors.replica_calls import (
 from outrider.actors.round.origins import ACCEPTED, BONUS, PLAIN, RECOVERED, UNKNOWN
 from outrider.actors.serving.grpc.requests import VERIFICATIONS
 from outrider.cluster.installed import VLLM, installed_version
-from outrider.cluster.link.frame import PROTOCOL_VERSION
+from outrider.cluster.link.messages import PROTOCOL_VERSION
 from outrider.v1 import generation_pb2 as pb
 
 logger = logging.getLogger("ray.serve.outrider.ingress")

@@ -33,7 +33,7 @@ def main(model, target):
     for handle, prompt in enumerate(PROMPTS):
         ids = tokenizer(prompt)["input_ids"]
         sequence = proposer.new_sequence((1, handle))
-        sequence.add_prompt(Open(handle, len(ids) - 1, 0, ids[:-1], WANTED, DraftSampling()))
+        sequence.take_prompt(Open(handle, ids[:-1], WANTED, DraftSampling()))
         proposer.open(sequence)
         proposer.commit(sequence, Commit(handle, len(ids) - 1, ids[-1:], WANTED, WANTED))
         while (work := proposer.plan()) is not None:

@@ -49,7 +49,7 @@ def main(model):
 
     def opened(handle, text, sampling):
         sequence = proposer.new_sequence((1, handle))
-        sequence.add_prompt(Open(handle, len(text), 0, text, WANTED, sampling))
+        sequence.take_prompt(Open(handle, text, WANTED, sampling))
         proposer.open(sequence)
         return sequence
 

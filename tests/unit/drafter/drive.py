@@ -29,7 +29,7 @@ class Told(NamedTuple):
 
 def prompt_of(key, token_ids, num_speculative_tokens=4, sampling=None):
     """Returns all of a prompt as one message."""
-    return Open(key[1], len(token_ids), 0, token_ids, num_speculative_tokens, sampling or DraftSampling())
+    return Open(key[1], token_ids, num_speculative_tokens, sampling or DraftSampling())
 
 
 class Drive:
@@ -60,7 +60,7 @@ class Drive:
         """Returns the answer, if there is one at once."""
         self.close(key)
         sequence = self.sequences[key] = self.proposer.new_sequence(key)
-        assert sequence.add_prompt(prompt_of(key, token_ids, num_speculative_tokens, sampling))
+        sequence.take_prompt(prompt_of(key, token_ids, num_speculative_tokens, sampling))
         self.proposer.open(sequence)
         answers = self.drain()
         assert len(answers) < 2

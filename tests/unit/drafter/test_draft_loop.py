@@ -17,7 +17,6 @@ from outrider.cluster.link.messages import (
     Commit,
     DraftOrigin,
     DraftSampling,
-    Name,
     Open,
     Proposals,
     ProposalStatus,
@@ -65,9 +64,8 @@ def link(loop):
     return attach
 
 
-def opening(request, tokens, offset=0, prompt_len=None, sampling=DraftSampling()):  # noqa: B008
-    ids = list(range(tokens))
-    return Open(request, prompt_len or tokens, offset, ids, 4, sampling)
+def opening(request, tokens, sampling=DraftSampling(), name=""):  # noqa: B008
+    return Open(request, list(range(tokens)), 4, sampling, name)
 
 
 def commit(request, base, token=1, k=4):
@@ -151,49 +149,25 @@ def test_whatever_the_method_a_commit_must_continue_an_open_sequence(proposer):
     said = [(said.base_committed_len, said.status) for said in sink.next()]
     unknown, ready = ProposalStatus.UNKNOWN_REQUEST, ProposalStatus.READY
     assert said == [(0, unknown), (3, ready), (2, unknown), (4, unknown)]
-    loop.deliver(1, [commit(7, 3), commit(7, 4, k=0), opening(8, 2, prompt_len=5), commit(8, 2), commit(8, 5)])
-    assert [(said.request, said.base_committed_len, said.status) for said in sink.next()] == [
-        (7, 3, unknown), (8, 2, unknown), (8, 5, unknown)
-    ]  # fmt: skip
+    loop.deliver(1, [commit(7, 3), commit(7, 4, k=0), commit(8, 0)])
+    said = [(said.request, said.base_committed_len, said.status) for said in sink.next()]
+    assert said == [(7, 3, unknown), (8, 0, unknown)]
     assert loop.sequences[1, 7].committed_len == 5
 
 
-def test_a_sequence_that_is_opened_again_begins_anew_and_keeps_its_name(loop, link, proposer):
+def test_a_sequence_is_opened_once_with_its_name_and_its_sampling(loop, link, proposer):
     sink = link(1)
-    loop.deliver(1, [Name(7, "mine"), opening(7, 3), commit(7, 3, k=0)])
-    assert sink.next() == [ready(7, 3)]
-    first = loop.sequences[1, 7]
-    loop.deliver(1, [opening(7, 2, prompt_len=4)])
-    assert not proposer.open_sequences
-    loop.deliver(1, [opening(7, 2, offset=2, prompt_len=4)])
-    assert sink.next() == [ready(7, 4)]
-    second = loop.sequences[1, 7]
-    assert second is not first
-    assert (second.name, second.text) == ("mine", [0, 1, 0, 1])
-
-
-def test_a_prompt_in_pieces_opens_when_it_is_whole_and_a_piece_out_of_order_is_ignored(loop, link, proposer):
-    sink = link(1)
-    loop.deliver(1, [opening(7, 3, offset=0, prompt_len=6)])
-    loop.deliver(1, [opening(7, 2, offset=4, prompt_len=6)])
-    loop.deliver(1, [opening(7, 3, offset=3, prompt_len=6)])
-    assert sink.next() == [ready(7, 6)]
-    assert proposer.opened == [(1, 7)]
-
-
-def test_a_prompt_in_pieces_is_drafted_as_its_first_piece_says(loop, link, proposer):
-    sink = link(1)
-    loop.deliver(1, [opening(7, 2, offset=4, prompt_len=6)])
-    loop.deliver(1, [opening(7, 4, prompt_len=6, sampling=BIASED)])
-    loop.deliver(1, [opening(7, 2, offset=4, prompt_len=6), opening(8, 3)])
-    assert sink.next() == [ready(7, 6), ready(8, 3)]
+    loop.deliver(1, [opening(7, 3, BIASED, "mine"), opening(7, 2), opening(8, 3)])
+    assert sink.next() == [ready(7, 3), ready(8, 3)]
+    assert proposer.opened == [(1, 7), (1, 8)]
     assert proposer.samplings == {(1, 7): BIASED, (1, 8): DraftSampling()}
+    assert (loop.sequences[1, 7].name, loop.sequences[1, 7].text) == ("mine", [0, 1, 2])
 
 
 def test_q_goes_with_the_drafts(loop, link, proposer):
     proposer.q = SparseQ(np.array([[4, 1], [0, 2]], np.int32), np.array([[0.5, 0.5], [1.0, 0.0]], np.float32))
     sink = link(1)
-    loop.deliver(1, [opening(7, 3, sampling=BIASED)])
+    loop.deliver(1, [opening(7, 3, BIASED)])
     sink.next()
     loop.deliver(1, [commit(7, 3)])
     assert sink.next() == [proposal(7, 4, q=proposer.q)]
@@ -201,7 +175,7 @@ def test_q_goes_with_the_drafts(loop, link, proposer):
 
 def test_closing_and_detaching_forget_sequences_and_stay_quiet(loop, link, proposer):
     first, second = link(1), link(2)
-    loop.deliver(1, [opening(1, 3), opening(2, 3), opening(3, 3, prompt_len=9)])
+    loop.deliver(1, [opening(1, 3), opening(2, 3)])
     loop.deliver(2, [opening(1, 3)])
     first.next(), second.next()
     loop.deliver(1, [Close(2, CloseReason.FINISHED)])

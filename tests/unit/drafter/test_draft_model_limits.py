@@ -15,7 +15,7 @@ from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.vocabulary import VOCABULARY_FILE, DraftVocabulary
 from outrider.cluster.config import ConfigError, DraftModelConfig, SpeculationConfig
-from outrider.cluster.link import LinkError, LinkInvitation
+from outrider.cluster.link import LinkAddress, LinkError, LinkInvitation
 from outrider.cluster.link.messages import Commit, ProposalStatus
 from tests.unit.drafter.draft_bench import KEY, OTHER, Bench, ids
 from tests.unit.drafting_engine import VOCAB, MemoryEngine
@@ -238,14 +238,8 @@ def test_a_head_is_cut_to_what_the_drafter_was_trained_on(loaded, monkeypatch, t
 
 def invitation(vocab_size, vocabulary=()):
     return LinkInvitation(
+        address=LinkAddress("auto", ("tcp://127.0.0.1:1",) * 2, zmq.curve_keypair()[0]),  # nobody listens there
         epoch=1,
-        backend="auto",
-        host="127.0.0.1",
-        addresses=("tcp://127.0.0.1:1", "tcp://127.0.0.1:1"),  # nobody listens there
-        local_addresses=None,
-        key=zmq.curve_keypair()[0],
-        token=bytes(32),
-        round_deadline_ms=10.0,
         link_deadline_ms=100.0,
         vocab_size=vocab_size,
         num_speculative_tokens=4,
@@ -259,7 +253,7 @@ def test_a_link_to_a_target_of_another_size_is_taken_and_its_tokens_alone_are_dr
     drafter = Drafter.__new__(Drafter)
     drafter._loop, drafter._app_name, drafter._vocabulary = DraftLoop(proposer), "outrider", ()
     for size in (VOCAB + 128, VOCAB - 128):
-        with pytest.raises(LinkError, match="no answer"):
+        with pytest.raises(LinkError, match="no verifier"):
             drafter.accept_link(invitation(size), 0.1)
     assert (proposer._num_drawable, proposer._vocabulary.vocab_size) == (VOCAB - 128, VOCAB - 128)
     with pytest.raises(ValueError, match=r"drafter\.draft_vocab_size: the target has 19 tokens: 20 slots.*set fewer"):
@@ -275,5 +269,5 @@ def test_a_target_of_another_tokenizer_is_refused_and_told_why():
     with pytest.raises(ValueError, match=r"drafter\.model: its tokenizer is not the target's: 2 of 3 blocks"):
         drafter.accept_link(invitation(VOCAB, ("a", "x", "y")), 0.1)
     for vocabulary in (("a", "b", "c"), ("a", "b", "y"), ()):
-        with pytest.raises(LinkError, match="no answer"):
+        with pytest.raises(LinkError, match="no verifier"):
             drafter.accept_link(invitation(VOCAB, vocabulary), 0.1)

@@ -83,7 +83,7 @@ def lesson(position, rows=1, request=7):
 
 
 def opening(request=7, **sampling):
-    return Open(request, 3, 0, [1, 2, 3], 4, DraftSampling(**sampling))
+    return Open(request, [1, 2, 3], 4, DraftSampling(**sampling))
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,13 @@ def test_commits_are_taken_while_a_prompt_is_read(gate, proposer):
     running.start()
     for link, sink in sinks.items():
         loop.attach(link, sink)
-        loop.deliver(link, [Open(1, 6, 0, [1, 2, 3, 4, 1, 2], 4, DraftSampling())])
+        loop.deliver(link, [Open(1, [1, 2, 3, 4, 1, 2], 4, DraftSampling())])
         assert sink.next()[0].status is ProposalStatus.READY
     prompt = [*LONG[:2100], SLOW, 1, 2]
     taken = []
 
     def deliver():
-        loop.deliver(1, [Open(2, len(prompt), 0, prompt, 4, DraftSampling())])
+        loop.deliver(1, [Open(2, prompt, 4, DraftSampling())])
         for link in sinks:  # the reader's own link is no exception
             loop.deliver(link, [Commit(1, 6, [3], 2, 2)])
         loop.deliver(1, [Commit(2, len(prompt), [1], 2, 2)])

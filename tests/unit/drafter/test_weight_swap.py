@@ -46,7 +46,7 @@ class Request:
         self.loop, self.link_id, self.sink = loop, link_id, Sink()
         self.text, self.drafts, self.without = [link_id, 2, 3], [], 0
         loop.attach(link_id, self.sink)
-        loop.deliver(link_id, [Open(1, 3, 0, list(self.text), self.K, DraftSampling())])
+        loop.deliver(link_id, [Open(1, list(self.text), self.K, DraftSampling())])
         (ready,) = self.sink.next()
         assert ready.status is ProposalStatus.READY
 

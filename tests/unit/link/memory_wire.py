@@ -4,7 +4,7 @@ import queue
 import time
 
 from outrider.cluster.link import WireError
-from outrider.cluster.link.frame import FrameKind, encode
+from outrider.cluster.link.link import HEADER, FrameKind
 
 SOON_S = 60.0
 """Upper bound for what takes microseconds: a guard against hanging, not a measurement."""
@@ -48,8 +48,8 @@ class MemoryWire:
         self.outbound.put(None)
 
 
-def frame(kind=FrameKind.DATA, payload=b"", epoch=1):
-    return encode(kind, epoch, payload)
+def frame(kind=FrameKind.DATA, payload=b""):
+    return HEADER.pack(kind, 0) + payload
 
 
 def until(condition):

@@ -7,19 +7,20 @@ import threading
 import pytest
 
 from outrider.cluster.link import LinkError, host_link
-from outrider.cluster.link.frame import FrameKind, decode
+from outrider.cluster.link.link import FrameKind
 from tests.support.clock import Clock
 from tests.unit.link.memory_wire import SOON_S, MemoryWire, frame, until
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_frames_arrive_in_order_and_the_last_carries_the_work(pair):
+def test_frames_arrive_in_order_with_their_work(pair):
     a, b = pair()
-    a.post([b"one", b"two"], work_us=77)
+    a.post(b"one")
+    a.post(b"two", work_us=77)
     received = [b.poll(SOON_S) for _ in range(2)]
-    assert [(each.messages, each.work_us, each.nbytes) for each in received] == [(b"one", 0, 15), (b"two", 77, 15)]
-    b.post([b"back"])
+    assert [(each.messages, each.work_us, each.nbytes) for each in received] == [(b"one", 0, 12), (b"two", 77, 12)]
+    b.post(b"back")
     assert a.poll(SOON_S).messages == b"back"
     assert (a.broken, b.broken) == (None, None)
     assert a.poll(0) is None
@@ -32,7 +33,7 @@ def test_frames_of_many_threads_arrive_each_in_its_order(pair):
 
     def post(thread):
         for index in range(each):
-            a.post([bytes([thread, index % 256])])
+            a.post(bytes([thread, index % 256]))
 
     posting = [threading.Thread(target=post, args=(thread,)) for thread in range(threads)]
     for thread in posting:
@@ -52,23 +53,17 @@ def test_on_receive_replaces_the_inbox(make_link):
         near, far = MemoryWire.pair()
         make_link(near, on_receive=lambda received, tag=tag: arrivals.put((tag, received.messages)))
         ends.append(make_link(far))
-    ends[0].post([b"1"])
+    ends[0].post(b"1")
     assert arrivals.get(timeout=SOON_S) == ("x", b"1")
-    ends[1].post([b"2"])
+    ends[1].post(b"2")
     assert arrivals.get(timeout=SOON_S) == ("y", b"2")
 
 
-def test_a_late_pong_is_not_taken_for_the_next_ones(make_link):
-    """The answer to a ping that was given up arrives first, and must not end the next ping."""
-    near, far = MemoryWire.pair()
+def test_a_ping_that_is_not_answered_is_given_up(make_link):
+    near, _ = MemoryWire.pair()
     link = make_link(near)
     with pytest.raises(LinkError, match=r"no answer to a ping within 0\.0 s"):
         link.ping(count=1, timeout_s=0.02)
-    far.send(frame(FrameKind.PONG, (1).to_bytes(4, "little")))
-    with pytest.raises(LinkError):
-        link.ping(count=1, timeout_s=0.02)
-    far.send(frame(FrameKind.PONG, (3).to_bytes(4, "little")))
-    link.ping(1, SOON_S)
     assert link.broken is None
 
 
@@ -82,7 +77,7 @@ class TimedWire:
         self.beats = []
 
     def send(self, data):
-        assert decode(data, 1).kind is FrameKind.HEARTBEAT
+        assert data == frame(FrameKind.HEARTBEAT)
         self.beats.append(self._clock.now)
 
     def recv(self, timeout_s):
@@ -110,12 +105,8 @@ def test_silence_breaks_the_link_at_its_deadline(make_link):
     assert 11 < clock.now < 13
 
 
-def test_invitation_travels_by_pickle_and_shows_no_secret():
-    invitation, complete = host_link(
-        host="127.0.0.1", epoch=3, backend="auto", round_deadline_ms=100.0, link_deadline_ms=500.0, vocab_size=32000,
-        num_speculative_tokens=4, verifier_id="v",
-    )  # fmt: skip
-    assert pickle.loads(pickle.dumps(invitation)) == invitation
-    assert repr(invitation.token) not in repr(invitation)
-    assert repr(invitation.key) not in repr(invitation)
-    del complete
+def test_an_address_travels_by_pickle_and_shows_no_secret():
+    address, _ = host_link("127.0.0.1", "auto")
+    assert pickle.loads(pickle.dumps(address)) == address
+    assert address.key
+    assert repr(address.key) not in repr(address)

@@ -3,10 +3,10 @@
 import numpy as np
 
 from outrider.cluster.link.codec import pack, unpack
-from outrider.cluster.link.frame import MAX_INT31
 from outrider.cluster.link.messages import (
     MAX_ADAPTERS,
     MAX_BIAS,
+    MAX_INT31,
     MAX_NAME_LENGTH,
     MAX_TOP_N,
     Close,
@@ -14,7 +14,6 @@ from outrider.cluster.link.messages import (
     Commit,
     DraftOrigin,
     DraftSampling,
-    Name,
     Open,
     PrefetchedProposal,
     Proposals,
@@ -44,8 +43,6 @@ def drawn(**changes):
 def open_request(**changes):
     values = {
         "request": 3,
-        "prompt_len": 5,
-        "offset": 0,
         "token_ids": [1, 2, 3, 4, 5],
         "num_speculative_tokens": 4,
         "sampling": drawn(),
@@ -75,10 +72,9 @@ EVERY_KIND = [
     open_request(sampling=drawn(mode=Mode.COUPLED, top_k=MAX_INT31, min_p=1.0)),
     open_request(sampling=drawn(biases=((7, 1.5), (999, -INF), (0, -MAX_BIAS)))),
     open_request(sampling=drawn(mode=Mode.GREEDY, biases=((7, 1.5), (8, -INF)), only_biased=True)),
-    open_request(offset=1, prompt_len=6, sampling=drawn(top_n=0)),
-    Name(3, "x"),
-    Name(MAX_INT31, "0_req-1-0a1b2c3d"),
-    Name(0, "n" * MAX_NAME_LENGTH),
+    open_request(sampling=drawn(top_n=0)),
+    open_request(name="0_req-1-0a1b2c3d"),
+    open_request(name="n" * MAX_NAME_LENGTH),
     Commit(3, 5, [7], 2, 1),
     Commit(3, 6, [1, 2, 3, 4, 999], 2, 1),
     Commit(3, 6, [1, 2, 3, 4, 999], 2, 1, True),
@@ -96,5 +92,10 @@ EVERY_KIND = [
 ]
 
 
-def repack(messages, vocab_size=VOCAB, k=K):
-    return [message for payload in pack(messages) for message in unpack(payload, vocab_size, k)]
+def repack(messages):
+    return unpack(pack(messages), VOCAB, K)
+
+
+def arrive(messages):
+    """Returns whether messages arrive as they were sent, arrays too, which have no equality of their own."""
+    return pack(repack(messages)) == pack(messages)

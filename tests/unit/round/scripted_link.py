@@ -66,13 +66,12 @@ class FakeLink:
         self.sent, self.inbox, self.polls = [], [], []
         self._answer, self._sleep = answer, sleep
 
-    def post(self, payloads, work_us=0):
+    def post(self, payload, work_us=0):
         if self.broken:
             raise LinkBroken(self.broken)
-        for payload in payloads:
-            for message in unpack(payload, 20_000, 8):
-                self.sent.append(message)
-                self.arrive(*self._answer(message))
+        for message in unpack(payload, 20_000, 8):
+            self.sent.append(message)
+            self.arrive(*self._answer(message))
 
     def arrive(self, *proposals, work_us=0):
         if proposals:
@@ -88,7 +87,7 @@ class FakeLink:
     def abort(self, reason):
         self.broken = f"aborted on this side: {reason}"
 
-    def retire(self, reason):
+    def close(self, reason):
         self.broken = f"closed on this side: {reason}"
 
 
@@ -101,7 +100,7 @@ def drafting(drafts, q=None, paths=()):
 
     def answer(message):
         if isinstance(message, Open):
-            return [Proposals(message.request, message.prompt_len, [], ProposalStatus.READY)]
+            return [Proposals(message.request, len(message.token_ids), [], ProposalStatus.READY)]
         if isinstance(message, Commit) and message.num_wanted:
             return [Proposals(message.request, message.committed_len, drafts, q=q, paths=paths)]
         return []
@@ -111,7 +110,9 @@ def drafting(drafts, q=None, paths=()):
 
 def never_after_ready(message):
     return (
-        [Proposals(message.request, message.prompt_len, [], ProposalStatus.READY)] if isinstance(message, Open) else []
+        [Proposals(message.request, len(message.token_ids), [], ProposalStatus.READY)]
+        if isinstance(message, Open)
+        else []
     )
 
 

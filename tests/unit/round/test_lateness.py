@@ -2,8 +2,8 @@
 
 import pytest
 
-from outrider.actors.round.drafter_client import RoundDeadline
-from outrider.cluster.link import HANG, Received
+from outrider.actors.round.drafter_client import HANG, RoundDeadline
+from outrider.cluster.link import Received
 from outrider.cluster.link.messages import Commit, Open, Proposals, ProposalStatus
 from tests.unit.round.scripted_link import PROMPT, Engine, arrival, drafting, never_after_ready, silent
 
@@ -111,7 +111,7 @@ def test_a_drafter_that_answers_nothing_for_a_link_deadline_is_given_up():
 def test_one_request_s_lateness_does_not_lose_another_s_drafts():
     def only_first(message):
         if isinstance(message, Open):
-            return [Proposals(message.request, message.prompt_len, [], ProposalStatus.READY)]
+            return [Proposals(message.request, len(message.token_ids), [], ProposalStatus.READY)]
         if isinstance(message, Commit) and message.request == 1:
             return [Proposals(message.request, message.committed_len, [1, 2])]
         return []

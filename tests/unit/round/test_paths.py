@@ -141,12 +141,11 @@ def test_who_cannot_verify_several_paths_has_a_chain_and_is_counted(of, why):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: DraftPath([], 0.0),
         lambda: DraftPath([1], float("nan")),
         lambda: DraftPath([1], 1.5),
         lambda: Proposals(1, 4, [], paths=PATHS),
     ],
-    ids=["no tokens", "no number", "more than its tokens", "no main line"],
+    ids=["no number", "more than its tokens", "no main line"],
 )
 def test_a_path_that_no_tree_has_is_refused(build):
     with pytest.raises(MessageError, match=r"Proposals\.paths"):

@@ -304,12 +304,9 @@ class Drafter:
 
     def __call__(self, message: Message) -> list[Proposals]:
         if isinstance(message, Open):
-            text = self._texts.setdefault(message.request, [])
-            assert message.offset == len(text)
-            text += message.token_ids
-            self._samplings.setdefault(message.request, message.sampling)
-            done = len(text) == message.prompt_len
-            return [Proposals(message.request, len(text), [], ProposalStatus.READY)] if done else []
+            text = self._texts[message.request] = list(message.token_ids)
+            self._samplings[message.request] = message.sampling
+            return [Proposals(message.request, len(text), [], ProposalStatus.READY)]
         if not isinstance(message, Commit):
             self._texts.pop(message.request, None)
             return []
