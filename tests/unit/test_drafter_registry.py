@@ -120,6 +120,13 @@ def test_one_target_moves_to_a_drafter_that_nobody_uses_from_the_fullest():
     assert found == ["D1", "D1", "D3", "D2", "D2"]
 
 
+def test_a_drafter_that_comes_later_takes_one_of_two_targets():
+    members = pool("D1")
+    assert shares(members, ["r0", "r1"]) == [2]
+    members.renew(Member("p-D2", "D2", pooled=True), 1000, now=0)
+    assert shares(members, ["r0", "r1"], SETTLE_S) == [1, 1]
+
+
 def test_of_two_drafters_with_the_same_load_the_one_on_the_targets_node_is_used():
     members = pool("D1", "D2", nodes={"D1": "far", "D2": "near"})
     here = [Verifier(f"r{n}", node="near") for n in range(4)]
