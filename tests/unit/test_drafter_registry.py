@@ -1,7 +1,10 @@
 """Who drafts for whom, under which epoch, and when a replica counts as gone."""
 
+import asyncio
+
 import pytest
 
+from outrider.cluster import registry as actor
 from outrider.cluster.config import parse_config
 from outrider.cluster.drafter_registry import SETTLE_S, DrafterRegistry, LinkReport, Member, Verifier, Work, fingerprint
 from outrider.cluster.registry import Registry
@@ -251,6 +254,16 @@ def test_what_targets_do_is_known_though_their_drafter_is_not():
     assert members.verifiers["r0"].work == busy
     members.expire(now=10)
     assert members.verifiers == {}
+
+
+async def test_the_actor_forgets_who_does_not_renew(monkeypatch):
+    monkeypatch.setattr(actor, "HEARTBEAT_S", 0.001)
+    registry = Registry()
+    await registry.renew(Member("p", "D1", pooled=True), 0.0)
+    await registry.renew(Member("q", "D2", pooled=True))
+    for _ in range(5):
+        await asyncio.sleep(0.001)
+    assert (await registry.drafters()).keys() == {"D2"}
 
 
 async def test_the_actor_answers_from_what_replicas_and_verifiers_tell_it():

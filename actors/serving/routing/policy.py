@@ -76,7 +76,6 @@ class RoutingPolicy:
     def forget(self, replica: str) -> None:
         self._index.forget(replica)
         self._load.forget(replica)
-        self._suspects.pop(replica, None)
         self._reports.pop(replica, None)
 
     def suspect(self, replica: str) -> None:
@@ -95,9 +94,9 @@ class RoutingPolicy:
         Replicas to avoid, unreachable ones and dead engines are included only if there are no others.
         """
         now = self._clock()
-        suspects = (replica for replica, until in self._suspects.items() if now < until)
+        self._suspects = {replica: until for replica, until in self._suspects.items() if now < until}
         dead = (replica for replica, report in self._reports.items() if not report.get("serving", True))
-        shunned = {*avoid, *suspects, *dead}
+        shunned = {*avoid, *self._suspects, *dead}
         wanted = [replica for replica in replicas if replica not in shunned] or list(replicas)
         limit = self._settings.max_ongoing_requests
         room = [replica for replica in wanted if even_full or self._load.requests(replica) < limit]

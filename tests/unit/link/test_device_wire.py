@@ -156,6 +156,7 @@ FAILING = cpu_device.register("polled_gloo_failing", FailingGroup)
 def test_a_send_that_has_failed_ends_the_wire():
     here, there = connected(backend=FAILING)
     here.send(b"x")
+    assert there.recv(HANG_GUARD_S) == b"x"
     with pytest.raises(WireError, match=r"^NCCL error: unhandled system error$"):
         here.recv(HANG_GUARD_S)
     there.end()

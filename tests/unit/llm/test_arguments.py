@@ -126,7 +126,7 @@ def test_flags_of_vllm_serve_reach_the_sections_they_belong_to():
         num_replicas=2,
         grpc_port=9100,
     )
-    config = parse_config(yaml.safe_load(as_yaml(config_from_flags("org/t", own, words))), "--print-config")
+    config = config_from_flags("org/t", own, words)
     assert (config.target.tensor_parallel_size, config.target.max_model_len) == (4, 32_000)
     assert config.target.engine_args == {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}, "seed": 7}
     assert [module.name for module in config.target.lora_modules] == ["a"]
@@ -135,6 +135,7 @@ def test_flags_of_vllm_serve_reach_the_sections_they_belong_to():
     assert (config.served_model_name, config.serving.api_key, config.serving.num_replicas) == ("m", "k", 2)
     assert config.serving.allowed_origins == ["https://a.example"]
     assert config.openai.frontend_args == {"enable_auto_tool_choice": True, "enable_log_deltas": False}
+    assert parse_config(yaml.safe_load(as_yaml(config)), "--print-config").target == config.target
 
 
 def test_a_drafter_by_flags():

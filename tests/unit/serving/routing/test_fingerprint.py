@@ -110,6 +110,7 @@ def test_what_a_request_costs():
     assert over_http(messages=[], max_completion_tokens=9).answer_tokens == 9
     assert over_http(input="hi", max_output_tokens=1).answer_tokens == 1
     assert over_http(token_ids=[1], sampling_params={"max_tokens": 7, "n": 2}).answer_tokens == 14
+    assert over_http(prompt=["ab" * 4], max_tokens=5).tokens == 2 + 5
     assert over_http(prompt=["ab" * 4, [1, 2, 3]], max_tokens=5, n=2).tokens == 2 + 3 + 20
 
 
