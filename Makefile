@@ -42,7 +42,7 @@ test-all: $(STAMP)  ## The same with the exhaustive sweeps and what takes minute
 test-unit: $(STAMP)  ## Unit tests only, on every core: no engine
 	@exec $(BIN)/python tests/run_parts.py --only unit -m "not exhaustive" $(PYTEST_ARGS)
 
-mutants: $(STAMP)  ## Small faults in the product, 80 by default, which the unit tests should see (MUTANTS="--seed 1 --jobs 2")
+mutants: $(STAMP)  ## Small faults in the product, 80 by default, which the unit tests should see (MUTANTS="--seed 1 --area link")
 	@exec $(BIN)/python -m tests.mutants $(MUTANTS)
 
 test-cuda-build:  ## What can be shown of the CUDA path without a GPU: vLLM's CUDA build on a virtual one, in .venv-cuda (9 GB)

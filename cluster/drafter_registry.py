@@ -192,8 +192,7 @@ class DrafterRegistry:
         loads = self._loads(verifier)
         others = [each for each in self.members.values() if each.drafter and each.fingerprint == verifier.fingerprint]
         staying = [each for each in others if not each.draining]
-        # Another replica's own drafter steps in where the pool has none.
-        ordered = sorted(staying, key=lambda each: (not each.pooled, *_order(each, verifier, loads)))
+        ordered = sorted(staying, key=lambda each: _order(each, verifier, loads))
         candidates = list(dict.fromkeys(filter(None, [assigned, *(each.drafter for each in ordered)])))
         if not candidates:
             return None

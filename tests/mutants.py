@@ -3,8 +3,10 @@
     python -m tests.mutants [--seed N] [--number 80] [--area AREA ...]
 
 Each mutant changes one place: a comparison swapped, a check dropped, a number off by one, a call skipped, ``and`` for
-``or``, ``min`` for ``max``. In a scratch copy of the repository the unit tests of its area run, first those that import
-its module, then the others. It is killed when a test fails or does not end. A survivor lacks a test, or has no effect.
+``or``, ``min`` for ``max``. A process collects the unit tests of an area, in a scratch copy of the repository. For each
+mutant a fork of it takes over the changed function and runs the tests that call it until one fails. A mutant that no
+test calls, or in a file with Triton's kernels, is written to the copy, where all tests of the area run. It is killed
+when a test fails or does not end. A survivor lacks a test, or has no effect.
 
 The same seed, number and areas choose the same mutants of the same source. The exit status is 1 below 95% killed.
 """
@@ -13,19 +15,29 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import importlib.util
+import inspect
+import multiprocessing
 import os
-import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,7 +45,11 @@ AREAS = {
     "round": ("actors/round", "round length serving/routing/test_fair_order.py test_deadlines.py"),
     "verification": ("actors/verification", "verification"),
     "drafter": ("actors/drafter", "drafter"),
-    "link": ("cluster/link", "link messages test_link_keeper.py"),
+    "link": (
+        "cluster/link",
+        "link messages test_link_keeper.py "
+        "../integration/test_link_rendezvous.py ../integration/test_link_processes.py",
+    ),
     "routing": ("actors/serving/routing", "serving/routing"),
     "registry": (
         "cluster/drafter_registry.py cluster/registry.py",
@@ -41,16 +57,21 @@ AREAS = {
     ),
     "learning": ("actors/learning", "learning"),
 }
-"""Product files or folders, and below tests/unit the tests that should see a fault in them."""
+"""Product files or folders, and by their places from tests/unit the tests that should see a fault in them."""
 
 SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
 }  # fmt: skip
 
-TESTS_WITHIN_S = 900.0  # a mutant that makes its tests hang is killed
+LEAST_S, MOST_TIMES = 20.0, 10.0
+"""A test fails when it takes this and so many times what it takes without a mutant."""
 
-PASSED, FAILED, BROKEN, NO_TESTS = 0, 1, 2, 5  # pytest's exit statuses; BROKEN: a module could not be imported
+SLOW_S = 0.5
+"""Tests that take longer run after the others."""
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.conftest", "torch", "transformers", "ray", "grpc", "hypothesis", "zmq", "msgspec"])
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,12 @@ class Mutant:
     end: int
     was: str
     text: str
+
+    def of(self, source: bytes) -> bytes:
+        """Returns the source with the change, which moves no other line."""
+        lines = "\n" * (self.was.count("\n") - self.text.count("\n"))
+        text = self.text if not lines else f"({lines}{self.text})" if self.kind != "call skipped" else self.text + lines
+        return source[: self.start] + text.encode() + source[self.end :]
 
 
 class Finder(ast.NodeVisitor):
@@ -156,16 +183,6 @@ def sample(areas: list[str], number: int, seed: int) -> list[Mutant]:
     return drawn
 
 
-def test_files(mutant: Mutant) -> list[list[str]]:
-    """Returns the test files of the mutant's area: those that import its module, then the others."""
-    places = [ROOT / "tests/unit" / place for place in AREAS[mutant.area][1].split()]
-    files = [file for at in places for file in (sorted(at.rglob("test_*.py")) if at.is_dir() else [at] * at.exists())]
-    module = mutant.path.removesuffix(".py").replace("/", ".")
-    near = [file for file in files if f"outrider.{module} " in file.read_text()]
-    groups = filter(None, (near, [file for file in files if file not in near]))
-    return [[str(file.relative_to(ROOT)) for file in group] for group in groups]
-
-
 @contextmanager
 def scratch_copy() -> Iterator[Path]:
     """Makes a copy of the repository in which ``outrider`` is the copy's own."""
@@ -183,31 +200,194 @@ def scratch_copy() -> Iterator[Path]:
         yield copy
 
 
-def run_tests(copy: Path, files: list[str]) -> int:
-    """Returns pytest's exit status, FAILED where it did not end in time."""
-    environment = {**os.environ, "PYTHONPATH": str(copy.parent / "path"), "UNIT_ORDER_SEED": "0"}
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not exhaustive"]
+def _changed(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """Yields the functions that a mutant changes, before and after, each before those that are defined in it."""
+    if old.co_flags & inspect.CO_OPTIMIZED:  # a function, else a module's or a class's code
+        if old == new:
+            return
+        yield old, new
+    both = [[const for const in code.co_consts if isinstance(const, CodeType)] for code in (old, new)]
+    for inner in zip(*both, strict=False):
+        yield from _changed(*inner)
+
+
+def changed(mutant: Mutant) -> list[tuple[CodeType, CodeType]]:
+    source = (ROOT / mutant.path).read_bytes()
+    return list(
+        _changed(*(compile(text, mutant.path, "exec", dont_inherit=True) for text in (source, mutant.of(source))))
+    )
+
+
+def put_in(mutant: Mutant) -> bool:
+    """Puts a mutant into the functions of this process. Returns whether there were any."""
+    functions = [each for each in gc.get_objects() if type(each) is FunctionType]
+    found = False
+    for old, new in changed(mutant):
+        for function in functions:
+            code, place = function.__code__, (old.co_qualname, old.co_firstlineno)
+            if code.co_filename.endswith(mutant.path) and (code.co_qualname, code.co_firstlineno) == place:
+                function.__code__ = new.replace(co_filename=code.co_filename)
+                found = True
+    return found
+
+
+def in_fork(run: Callable[[], Any]) -> Any:
+    """Returns what `run` returns in a fork of this process, ``"a crash"`` if it does not return."""
+    results, sender = multiprocessing.Pipe(duplex=False)
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        try:
+            sender.send(run())
+        finally:
+            os._exit(0)
+    sender.close()
     try:
-        command = [sys.executable, "-m", "pytest", *options, *files]
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=TESTS_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        return FAILED
-    if done.returncode not in (PASSED, FAILED, BROKEN, NO_TESTS) and done.returncode >= 0:
-        raise RuntimeError(f"pytest: {done.stdout.decode()[-2000:]}{done.stderr.decode()[-2000:]}")
-    return done.returncode
+        return results.recv()
+    except EOFError:
+        return "a crash"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
-def is_killed(copy: Path, mutant: Mutant) -> bool:
+class Session:
+    """Runs the tests of one area once for each mutant, in forks of a process that has collected them.
+
+    The first run is without a mutant, and notes how long each test takes and which functions it calls.
+    """
+
+    def __init__(self, mutants: Sequence[Mutant], results: Connection) -> None:
+        self._mutants, self._results = mutants, results
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Sends what fails without a mutant, ``""`` if nothing does, and then what fails with each: see `_killer`."""
+        notes = in_fork(lambda: _note(session))
+        if isinstance(notes, str):
+            self._results.send(notes)
+            return True
+        for item in session.items:
+            item.add_marker(pytest.mark.timeout(LEAST_S + MOST_TIMES * notes[item.nodeid][0]), append=False)
+        self._results.send("")
+        for mutant in self._mutants:
+            self._results.send(self._killer(mutant, session, notes))
+        return True
+
+    def _killer(self, mutant: Mutant, session: pytest.Session, notes: Notes) -> str | None:
+        """Returns the test that fails, ``""`` if none does; None if no test calls the function, or Triton compiles
+        it from its source."""
+        called = {(mutant.path, old.co_firstlineno) for old, _ in changed(mutant)}
+        reached = [item for item in session.items if not called.isdisjoint(notes[item.nodeid][1])]
+        if not reached or "triton" in (ROOT / mutant.path).read_text():
+            return None
+        reached.sort(key=lambda item: notes[item.nodeid][0] > SLOW_S)
+        return in_fork(lambda: _run(session, reached) if put_in(mutant) else None)
+
+
+Notes = dict[str, tuple[float, set[tuple[str, int]]]]
+"""Of each test the seconds that it takes, and files and first lines of the product's functions that it calls."""
+
+
+def _run(session: pytest.Session, items: Sequence[pytest.Item]) -> str:
+    """Returns the first test that fails."""
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.testsfailed:
+            return item.nodeid
+    return ""
+
+
+def _note(session: pytest.Session) -> Notes | str:
+    """Returns the notes, or the first test that fails."""
+    notes: Notes = {}
+    seen: set[CodeType] = set()
+    product = f"{session.config.rootpath.parent}/path/outrider/"
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        seen.add(frame.f_code)
+
+    threading.settrace(called)
+    for item in session.items:
+        item.add_marker(pytest.mark.timeout(0), append=False)
+        seen.clear()
+        start = time.monotonic()
+        sys.settrace(called)
+        failed = _run(session, [item])  # by itself, so that it makes its fixtures itself
+        sys.settrace(None)
+        if failed:
+            return failed
+        ours = [code for code in tuple(seen) if code.co_filename.startswith(product)]
+        places = {(code.co_filename.removeprefix(product), code.co_firstlineno) for code in ours}
+        notes[item.nodeid] = time.monotonic() - start, places
+    return notes
+
+
+def _pytest(copy: Path, files: list[str], mutants: Sequence[Mutant] | None, results: Connection) -> None:
+    """Runs pytest in this process, with a Session where there are mutants, and ends it."""
+    os.setsid()
+    os.chdir(copy)
+    os.environ.update(PYTHONPATH=str(copy.parent / "path"), UNIT_ORDER_SEED="0", OMP_NUM_THREADS="1")
+    sys.path[:] = [str(copy.parent / "path"), str(copy), *(path for path in sys.path if path != str(ROOT))]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    output = os.open(copy.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    plugins = [] if mutants is None else [Session(mutants, results)]
+    status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not exhaustive", *files], plugins)
+    results.send("" if status == pytest.ExitCode.OK else f"pytest: {status}")
+    os._exit(0)
+
+
+@contextmanager
+def started(copy: Path, files: list[str], mutants: Sequence[Mutant] | None = None) -> Iterator[Connection]:
+    """Starts pytest in a process forked from one that has imported the libraries. Yields where its results come."""
+    results, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=_pytest, args=(copy, files, mutants, sender))
+    process.start()
+    sender.close()
+    try:
+        yield results
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+
+
+def killer_on_disk(copy: Path, mutant: Mutant, files: list[str]) -> str:
+    """Runs all tests of the area in a new process with the mutant in the file."""
     file = copy / mutant.path
     source = file.read_bytes()
-    cached = Path(importlib.util.cache_from_source(str(file)))
+    file.write_bytes(mutant.of(source))
+    Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
     try:
-        file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
-        cached.unlink(missing_ok=True)
-        return any(run_tests(copy, files) not in (PASSED, NO_TESTS) for files in test_files(mutant))
+        with started(copy, files) as results:
+            return results.recv()
+    except EOFError:
+        return "a crash"
     finally:
         file.write_bytes(source)
-        cached.unlink(missing_ok=True)
+
+
+def judge(drawn: Sequence[Mutant]) -> Iterator[tuple[Mutant, str]]:
+    """Yields each mutant of one area with the test that fails, or ``""``."""
+    with scratch_copy() as copy:
+        places = [ROOT / "tests/unit" / place for place in AREAS[drawn[0].area][1].split()]
+        files = [str(place.relative_to(ROOT)) for place in places if place.exists()]
+        with started(copy, files, drawn) as results:
+            failed = results.recv()
+            if failed:
+                output = (copy.parent / "output").read_text(errors="replace")
+                raise RuntimeError(f"{failed} fails without any mutant:\n{output[-20000:]}")
+            on_disk = []
+            for mutant in drawn:
+                killer = results.recv()
+                if killer is None:
+                    on_disk.append(mutant)
+                else:
+                    yield mutant, killer
+        for mutant in on_disk:
+            yield mutant, killer_on_disk(copy, mutant, files)
 
 
 def main() -> int:
@@ -215,35 +395,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1, 1_000_000))
     parser.add_argument("--number", type=int, default=80)
     parser.add_argument("--area", nargs="+", choices=list(AREAS), default=list(AREAS))
-    parser.add_argument("--jobs", type=int, default=1, help="copies of the repository that are tested at once")
     options = parser.parse_args()
     drawn = sample(options.area, options.number, options.seed)
     print(f"--seed {options.seed} --number {options.number} --area {' '.join(options.area)}")
-    copies: queue.Queue[Path] = queue.Queue()
-
-    def judge(mutant: Mutant) -> bool:
-        copy = copies.get()
-        killed = is_killed(copy, mutant)
-        copies.put(copy)
-        change = f"{mutant.kind}: {mutant.was} -> {mutant.text}"
-        print(f"{'killed  ' if killed else 'SURVIVED'} {mutant.path}:{mutant.line} {change}", flush=True)
-        return killed
-
-    with ExitStack() as stack:
-        every = [stack.enter_context(scratch_copy()) for _ in range(options.jobs)]
-        for files in {tuple(files) for mutant in drawn for files in test_files(mutant)}:
-            if run_tests(every[0], list(files)) not in (PASSED, NO_TESTS):
-                print(f"tests fail without any mutant: {' '.join(files)}", file=sys.stderr)
-                return 2
-        for copy in every:
-            copies.put(copy)
-        with ThreadPoolExecutor(options.jobs) as pool:
-            results = list(pool.map(judge, drawn))
+    killed: Counter[str] = Counter()
     for area in options.area:
-        killed = [result for mutant, result in zip(drawn, results, strict=True) if mutant.area == area]
-        print(f"{area:13} {sum(killed)} of {len(killed)} killed")
-    print(f"{'all':13} {sum(results)} of {len(results)} killed")
-    return int(sum(results) < 0.95 * len(results))
+        of_area = [mutant for mutant in drawn if mutant.area == area]
+        for mutant, killer in judge(of_area):
+            change = f"{mutant.path}:{mutant.line} {mutant.kind}: {mutant.was} -> {mutant.text}"
+            print(f"killed   {change} by {killer}" if killer else f"SURVIVED {change}", flush=True)
+            killed[area] += bool(killer)
+        print(f"{area:13} {killed[area]} of {len(of_area)} killed")
+    print(f"{'all':13} {killed.total()} of {len(drawn)} killed")
+    return int(killed.total() < 0.95 * len(drawn))
 
 
 if __name__ == "__main__":

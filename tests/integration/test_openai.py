@@ -92,8 +92,6 @@ def test_a_schema_is_kept_to(client):
     found = json.loads(answer.choices[0].message.content)
     assert set(found) == {"ok", "colour"}
     assert answer.choices[0].finish_reason == "stop"
-    again = chat(client, response_format=kept, logit_bias=NO_SPACE, seed=1, max_tokens=200)
-    assert again.choices[0].message.content == answer.choices[0].message.content
 
 
 @pytest.mark.parametrize(

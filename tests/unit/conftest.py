@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import random
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             dice.shuffle(group)
     for place, item in zip(places, (item for group in groups for item in group), strict=True):
         items[place] = item
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """Listens on a port for as long as the test."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -32,14 +30,6 @@ def outrider(*arguments: str, **environment: str) -> subprocess.CompletedProcess
         timeout=300,
         env={**os.environ, **environment},
     )
-
-
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,12 @@ def test_what_is_written_is_never_overridden():
     assert list(choices(written())) == []
 
 
+def test_a_step_has_a_token_for_every_request():
+    """vLLM refuses fewer."""
+    served = with_device_defaults(config(target={"max_num_batched_tokens": 64}), gpu=True)
+    assert served.target.max_num_seqs == 64
+
+
 def test_a_deadline_in_milliseconds_stays_the_only_one():
     link = with_device_defaults(config(drafter=DRAFT_MODEL, link={"round_deadline_ms": 3000}), gpu=True).link
     assert (link.round_deadline_ms, link.round_deadline_steps) == (3000, None)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +40,6 @@ def model(tmp_path: Path) -> Path:
     return checkpoint(tmp_path / "model")
 
 
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
-
-
 def examined(tmp_path: Path, capsys: pytest.CaptureFixture[str], **sections: Any) -> tuple[int, str, list[str]]:
     """The exit status, all that is printed, and the lines that say FAIL."""
     serving = {"gateway": FREE, **sections.pop("serving", {})}
@@ -85,12 +75,6 @@ def wrong(tmp_path: Path, model: Path, port: int) -> dict[str, tuple[str, dict[s
     tls = {"certificate": nowhere, "key": nowhere}
     return {
         "unknown key": ("target.max_model_length", {"target": {**target, "max_model_length": 5}}),
-        "wrong type": ("target.tensor_parallel_size", {"target": {**target, "tensor_parallel_size": "two"}}),
-        "out of range": ("target.max_num_seqs", {"target": {**target, "max_num_seqs": 0}}),
-        "too many drafts": (
-            "speculation.num_speculative_tokens",
-            {"target": target, "speculation": {"num_speculative_tokens": 999}},
-        ),
         "no checkpoint": ("target.model", {"target": {"model": nowhere}}),
         "damaged weights": ("target.model", {"target": {"model": str(damaged)}}),
         "an index cut short": ("target.model", {"target": {"model": str(cut)}}),

@@ -1,7 +1,10 @@
 """Who drafts for whom, under which epoch, and when a replica counts as gone."""
 
+import asyncio
+
 import pytest
 
+from outrider.cluster import registry as actor
 from outrider.cluster.config import parse_config
 from outrider.cluster.drafter_registry import SETTLE_S, DrafterRegistry, LinkReport, Member, Verifier, Work, fingerprint
 from outrider.cluster.registry import Registry
@@ -118,6 +121,13 @@ def test_one_target_moves_to_a_drafter_that_nobody_uses_from_the_fullest():
     for now in range(1, 9):
         found = [assigned(members, verifier, now * SETTLE_S) for verifier in verifiers]
     assert found == ["D1", "D1", "D3", "D2", "D2"]
+
+
+def test_a_drafter_that_comes_later_takes_one_of_two_targets():
+    members = pool("D1")
+    assert shares(members, ["r0", "r1"]) == [2]
+    members.renew(Member("p-D2", "D2", pooled=True), 1000, now=0)
+    assert shares(members, ["r0", "r1"], SETTLE_S) == [1, 1]
 
 
 def test_of_two_drafters_with_the_same_load_the_one_on_the_targets_node_is_used():
@@ -244,6 +254,16 @@ def test_what_targets_do_is_known_though_their_drafter_is_not():
     assert members.verifiers["r0"].work == busy
     members.expire(now=10)
     assert members.verifiers == {}
+
+
+async def test_the_actor_forgets_who_does_not_renew(monkeypatch):
+    monkeypatch.setattr(actor, "HEARTBEAT_S", 0.001)
+    registry = Registry()
+    await registry.renew(Member("p", "D1", pooled=True), 0.0)
+    await registry.renew(Member("q", "D2", pooled=True))
+    for _ in range(5):
+        await asyncio.sleep(0.001)
+    assert (await registry.drafters()).keys() == {"D2"}
 
 
 async def test_the_actor_answers_from_what_replicas_and_verifiers_tell_it():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, GatewayConfig, parse_config
+from outrider.deploy import app
 from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.models.check import (
     check_models,
@@ -54,6 +55,13 @@ def test_presets_are_the_documented_ones_and_valid() -> None:
         config = resolve_config(name)
         assert config.num_speculative_tokens == (8 if name == "llama-70b-pool-1b" else 4)
         assert config.link.link_deadline_ms > config.link.round_deadline_ms
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_is_planned_on_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "engine_on_gpu", lambda: True)
+    config = resolve_config(name)
+    assert plan_replica(config).total("GPU", 1, 0) >= config.target.num_ranks
 
 
 def test_a_preset_uses_the_copies_that_are_fetched() -> None:

@@ -92,16 +92,6 @@ def test_all_rounds_at_once_are_predicted_as_each_alone(target, texts):  # noqa:
     assert len(predicted.starts) == len(texts) * (12 + 11 + 10)
 
 
-def test_later_mask_tokens_are_left_out_with_those_behind_them(target):  # noqa: F811
-    made = one_pass_trainer(target)
-    made.num_drafts = 8
-    starts, ahead = made._drafts(4000, torch.Generator().manual_seed(0))
-    counts = torch.bincount(ahead) / 4000
-    assert counts.tolist() == pytest.approx([1, 0.7, 0.49, 0.343, 0.24, 0.2, 0.2, 0.2], abs=0.03)
-    kept = set(zip(starts.tolist(), ahead.tolist(), strict=True))
-    assert all((start, draft - 1) in kept for start, draft in kept if draft)
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return build_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")

@@ -138,6 +138,30 @@ def test_directions_that_wait_for_each_other_are_aborted_once():
             end.send(b"x")
 
 
+class FailingGroup(cpu_device.Group):
+    """Its first send connects. Any other is done because it has failed, as NCCL has it."""
+
+    sends = 0
+
+    def send(self, tensors, peer, tag):
+        work = super().send(tensors, peer, tag)
+        work._error = RuntimeError("NCCL error: unhandled system error") if self.sends else None
+        self.sends += 1
+        return work
+
+
+FAILING = cpu_device.register("polled_gloo_failing", FailingGroup)
+
+
+def test_a_send_that_has_failed_ends_the_wire():
+    here, there = connected(backend=FAILING)
+    here.send(b"x")
+    assert there.recv(HANG_GUARD_S) == b"x"
+    with pytest.raises(WireError, match=r"^NCCL error: unhandled system error$"):
+        here.recv(HANG_GUARD_S)
+    there.end()
+
+
 @pytest.mark.parametrize(("backend", "device_type"), [("nccl", "cuda"), ("hccl", "npu"), ("xccl", "xpu")])
 def test_a_backend_that_torch_has_not_is_refused_by_its_name(backend, device_type):
     if torch.distributed.is_backend_available(backend):

@@ -48,7 +48,10 @@ METHODS = {
         {"method": "draft_model", "model": "d", "parallel_drafting": True, "placement": "co_located"},
         {"placement": "co_located", "parallel_drafting": True},
     ),
-    "mtp": ({"method": "deepseek_mtp", "num_speculative_tokens": 2}, {"placement": "co_located"}),
+    "mtp, as guides write it": (
+        {"method": "deepseek_mtp", "num_speculative_tokens": 2, "disable_padded_drafter_batch": "False"},
+        {"placement": "co_located", "method": "deepseek_mtp", "disable_padded_drafter_batch": "False"},
+    ),
 }
 
 
@@ -107,7 +110,8 @@ def flags(*words, **own):
 
 def test_flags_of_vllm_serve_reach_the_sections_they_belong_to():
     own, words = flags(
-        *["--tensor-parallel-size", "4", "--max-model-len", "32k", "--served-model-name", "m", "--port", "8100"],
+        *["--tensor-parallel-size", "4", "--data-parallel-size", "1", "--max-model-len", "32k"],
+        *["--served-model-name", "m", "--port", "8100"],
         *["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'],
         *["--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}', "--enable-auto-tool-choice", "--seed", "7"],
         *[
@@ -131,6 +135,7 @@ def test_flags_of_vllm_serve_reach_the_sections_they_belong_to():
     assert (config.served_model_name, config.serving.api_key, config.serving.num_replicas) == ("m", "k", 2)
     assert config.serving.allowed_origins == ["https://a.example"]
     assert config.openai.frontend_args == {"enable_auto_tool_choice": True, "enable_log_deltas": False}
+    assert parse_config(yaml.safe_load(as_yaml(config)), "--print-config").target == config.target
 
 
 def test_a_drafter_by_flags():
@@ -166,32 +171,6 @@ WRONG_FLAGS = {
 def test_a_wrong_flag_is_told_by_its_name_and_says_what_to_write(words, error):
     with pytest.raises(ConfigError, match=error):
         config_from_flags("org/t", *flags(*words))
-
-
-def test_the_flags_of_a_guide_to_mtp():
-    own, words = flags(
-        *["--port", "20004", "--data-parallel-size", "1", "--tensor-parallel-size", "16", "--enable-expert-parallel"],
-        *["--seed", "1024", "--served-model-name", "dsv3", "--max-model-len", "36768"],
-        *["--max-num-batched-tokens", "5000", "--max-num-seqs", "10", "--quantization", "fp8", "--trust-remote-code"],
-        *["--gpu-memory-utilization", "0.9", "--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}'],
-        "--speculative-config",
-        '{"num_speculative_tokens": 2, "method": "deepseek_mtp", "disable_padded_drafter_batch": "False"}',
-    )
-    config = parse_config(yaml.safe_load(as_yaml(config_from_flags("org/t", own, words))), "--print-config")
-    target, drafter = config.target, config.drafter.model_dump()
-    assert (target.tensor_parallel_size, target.max_model_len, target.max_num_seqs) == (16, 36768, 10)
-    assert target.max_num_batched_tokens == 5000
-    assert target.engine_args == {
-        "enable_expert_parallel": True,
-        "seed": 1024,
-        "quantization": "fp8",
-        "trust_remote_code": True,
-        "gpu_memory_utilization": 0.9,
-        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
-    }
-    assert (drafter["placement"], drafter["method"], config.num_speculative_tokens) == ("co_located", "deepseek_mtp", 2)
-    assert drafter["disable_padded_drafter_batch"] == "False", "vLLM reads it"
-    assert (config.served_model_name, config.serving.gateway.http_port) == ("dsv3", 20004)
 
 
 def test_a_checkpoint_directory_is_found_from_anywhere_and_a_missing_one_is_told(tmp_path, monkeypatch):

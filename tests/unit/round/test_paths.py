@@ -56,6 +56,7 @@ def steps_with_paths(budget, path, steps, gained, token_price=0.02, round_price=
 def test_paths_are_asked_for_while_they_bring_more_than_rows_and_drafting_ahead():
     path = DraftPath([1, 2], 0.5)
     assert steps_with_paths(PathBudget(), path, 100, gained=0.5) == 100
+    assert steps_with_paths(PathBudget(), path, 100, gained=0.5, token_price=0.12) == 100, "0.14 more than three rows"
     assert steps_with_paths(PathBudget(), path, 100, gained=0.5, round_price=0.6) < 5, "drafting ahead brings more"
     assert steps_with_paths(PathBudget(), path, 100, gained=0.5, token_price=0.2) < 5, "their rows bring more elsewhere"
 
