@@ -21,11 +21,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from outrider.actors.drafter.hang_watch import end_when_hung
 from outrider.actors.drafter.load import load_proposer, warm_up
 from outrider.actors.drafter.loop import DraftLoop, LinkSink
-from outrider.actors.drafter.suffix import MAX_CACHED_TOKENS, AnswerPart, SuffixProposer
-from outrider.actors.drafter.suffix_pool import PoolMember, suffix_pool
 from outrider.actors.learning.training_samples import SampleCollector
 from outrider.actors.observability.logs import configure as configure_logging
-from outrider.cluster.config import DraftModelConfig, RemoteConfig, SpeculationConfig, SuffixConfig
+from outrider.cluster.config import DraftModelConfig, RemoteConfig, SpeculationConfig
 from outrider.cluster.installed import import_early
 from outrider.cluster.link import Link, LinkInvitation, join_link
 from outrider.cluster.link.codec import unpack
@@ -100,7 +98,6 @@ class Drafter:
         if isinstance(config, DraftModelConfig) and num_common_tokens is None:
             self._vocabulary = marks_of(config.model)
         self._learning = self._start_learning(config)
-        self._pool = self._join_pool(config)
         self._links: dict[int, Link] = {}
         self._targets: dict[int, str] = {}
         """The replica at the other end of every link."""
@@ -155,13 +152,12 @@ class Drafter:
 
     @ray.method(concurrency_group="control")
     def status(self) -> dict[str, Any]:
-        pool = {} if self._pool is None else {"suffix_pool_failures": self._pool.failures}
         metrics = self._loop.metrics()
         if "link_steps" in metrics:
             metrics["link_steps"] = self._by_target(metrics["link_steps"])
         if self._learning is not None:
             metrics["learning"] = self._learning.status()
-        return {**metrics, **pool, "pid": os.getpid()}
+        return {**metrics, "pid": os.getpid()}
 
     @ray.method(concurrency_group="control")
     def go_back(self, version: int) -> tuple[int | None, str]:
@@ -190,27 +186,6 @@ class Drafter:
         learning = LearningMember(RayTrainerClient(self._app_name, config), self._loop, model, name)
         learning.start()
         return learning
-
-    def _join_pool(self, config: RemoteConfig) -> PoolMember | None:
-        """Starts sharing answers with the suffix drafters of the application's other replicas."""
-        proposer = self._proposer
-        if isinstance(config, DraftModelConfig) and "suffix" in config.beside:
-            from outrider.actors.drafter.lookup_drafters import LookupDrafters
-
-            assert isinstance(proposer, LookupDrafters)
-            config, proposer = SuffixConfig(method="suffix"), proposer.lookups["suffix"]
-        if not isinstance(config, SuffixConfig) or not config.suffix_decoding_max_cached_requests:
-            return None
-        assert isinstance(proposer, SuffixProposer)
-
-        def learn(parts: list[AnswerPart]) -> None:
-            proposer.learn(parts)
-            self._loop.wake()
-
-        pool = suffix_pool(self._app_name, MAX_CACHED_TOKENS)
-        member = PoolMember(proposer.name, pool, proposer.take_parts, learn)
-        member.start()
-        return member
 
     def _drop(self, link_id: int, reason: str) -> None:
         logger.warning("link %d is gone: %s", link_id, reason)

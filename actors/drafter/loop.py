@@ -296,11 +296,6 @@ class DraftLoop:
             proposer_change()
             self._wake()
 
-    def wake(self) -> None:
-        """Plans again: the proposer has work that did not come over a link."""
-        with self._lock:
-            self._wake()
-
     def at_work(self) -> dict[int | str, int]:
         """Returns what is under way: the loop's own work as STEP, and messages by their link. Each has a new number.
         Takes no lock, since the thread that holds it may be the one that hangs."""

@@ -148,9 +148,6 @@ DRAFTER = (
     _counter("outrider:draft_vocabulary_misses_total", "Of these, those not in it.", "vocabulary_missed"),
     _gauge("outrider:suffix_cached_requests", "Requests in the suffix drafter's cache.", "suffix_cached_requests"),
     _gauge("outrider:suffix_cached_tokens", "Tokens of their answers.", "suffix_cached_tokens"),
-    _counter("outrider:suffix_parts_learnt_total", "Parts of answers that entered it.", "suffix_parts_learnt"),
-    _counter("outrider:suffix_parts_lost_total", "Parts dropped: too many waited.", "suffix_parts_lost"),
-    _counter("outrider:suffix_pool_failures_total", "Failed exchanges with other caches.", "suffix_pool_failures"),
 )
 """Read from Drafter.status(); a method leaves out what it does not have."""
 

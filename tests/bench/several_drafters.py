@@ -111,7 +111,7 @@ def proposer_of(
 ) -> Proposer[Any]:
     lookups: dict[str, Proposer[Any]] = {
         "ngram": NgramProposer(2, 4),
-        "suffix": SuffixProposer(SuffixLimits(24, 1.0, 0.1), 1000, 100_000, "a"),
+        "suffix": SuffixProposer(SuffixLimits(24, 1.0, 0.1), 1000, 100_000),
     }
     if only in lookups:
         return lookups[only]

@@ -26,7 +26,7 @@ class SeveralBench(Bench):
         assert isinstance(model, DraftModelProposer)
         lookups = {
             "ngram": NgramProposer(2, 4),
-            "suffix": SuffixProposer(SuffixLimits(24, 1.0, 0.1), 100, 10_000, "a"),
+            "suffix": SuffixProposer(SuffixLimits(24, 1.0, 0.1), 100, 10_000),
         }
         self.several = LookupDrafters(model, lookups, clock=itertools.count().__next__)
         self.proposer = Drive(self.several)

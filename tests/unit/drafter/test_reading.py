@@ -30,7 +30,7 @@ LONG = [token % 50 for token in range(5000)]
 
 STRATEGIES = {
     "ngram": lambda: NgramProposer(2, 4),
-    "suffix": lambda: SuffixProposer(SuffixLimits(), 10, 4096, "a"),
+    "suffix": lambda: SuffixProposer(SuffixLimits(), 10, 4096),
 }
 
 
@@ -44,11 +44,11 @@ def gate(monkeypatch):
     for index, method in ((NgramIndex, "append"), (SuffixIndex, "append")):
         plain = getattr(index, method)
 
-        def read(self, token_ids, *context, plain=plain):
+        def read(self, token_ids, plain=plain):
             if SLOW in token_ids:
                 Gate.reading.set()
                 assert Gate.go_on.wait(2 * SOON_S)
-            plain(self, token_ids, *context)
+            plain(self, token_ids)
 
         monkeypatch.setattr(index, method, read)
     yield Gate
