@@ -103,12 +103,9 @@ class Engine(Protocol):
     block_sizes: tuple[int, ...]
     """Tokens in a KV block, for each KV cache group."""
 
-    def hashed(self, request_id: str, token_ids: list[int], sampling: DraftSampling) -> Any:
-        """Does most of what `start` does for a long prompt. It changes nothing, so it may run beside any other call.
-        Blocks are cached for the sampling's tenant and adapter."""
-
-    def start(self, request_id: str, token_ids: list[int], hashed: Any) -> int:
-        """Registers a sequence. Returns how many leading tokens the prefix cache has. hashed: of the same arguments."""
+    def start(self, request_id: str, token_ids: list[int], sampling: DraftSampling) -> int:
+        """Registers a sequence. Returns how many leading tokens the prefix cache has. Blocks are cached for the
+        sampling's tenant and adapter."""
 
     def append(self, request_id: str, token_ids: list[int]) -> None: ...
 

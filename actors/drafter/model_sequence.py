@@ -170,7 +170,6 @@ class ModelSequence(Sequence):
 
         # What the engine holds of it.
 
-        self.started = False
         self.lacks_room = False
         """Its text is not begun, or was given up, for want of KV blocks."""
 
@@ -200,7 +199,7 @@ class ModelSequence(Sequence):
     @property
     def can_draft(self) -> bool:
         """Its text is read so far that a draft step can feed the rest."""
-        return self.started and not self.retired and self.committed_len - self.main.num_computed <= CATCH_UP_TOKENS
+        return not self.retired and self.committed_len - self.main.num_computed <= CATCH_UP_TOKENS
 
     @property
     def due(self) -> bool:

@@ -171,7 +171,7 @@ _PIECES = 4
 
 def _is_prompt(sequence: ModelSequence) -> bool:
     """Returns whether it must read its text before it can be drafted for."""
-    return sequence.started and not sequence.retired and not sequence.can_draft
+    return not sequence.retired and not sequence.can_draft
 
 
 def _by_link(sequences: Iterable[ModelSequence]) -> dict[int, list[ModelSequence]]:

@@ -89,9 +89,7 @@ class PlayedEngine:
             for row, (first, *others) in zip(plan.rows, ranked, strict=True)
         ]
 
-    def hashed(self, request_id: str, token_ids: list[int], sampling: Any) -> None: ...
-
-    def start(self, request_id: str, token_ids: list[int], hashed: Any) -> int:
+    def start(self, request_id: str, token_ids: list[int], sampling: Any) -> int:
         return 0
 
     def append(self, request_id: str, token_ids: list[int]) -> None: ...

@@ -47,16 +47,12 @@ class MemoryEngine:
         self.cached = 0
         """Leading tokens of every new sequence that the prefix cache holds."""
 
-        self.plans, self.hashes, self.loaded = [], [], []
+        self.plans, self.cached_for, self.loaded = [], [], []
         self.bad_after = None
         """Draw nothing usable after texts of this length and more."""
 
-    def hashed(self, request_id, token_ids, sampling):
-        return request_id, tuple(token_ids), sampling.tenant, sampling.adapter
-
-    def start(self, request_id, token_ids, hashed):
-        assert hashed[:2] == (request_id, tuple(token_ids))
-        self.hashes.append(hashed)
+    def start(self, request_id, token_ids, sampling):
+        self.cached_for.append((sampling.tenant, sampling.adapter))
         assert request_id not in self.committed
         assert len(token_ids) < self.max_model_len
         self.committed[request_id], self.blocks[request_id] = list(token_ids), []

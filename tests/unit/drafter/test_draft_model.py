@@ -214,7 +214,7 @@ def test_every_row_is_of_the_request_s_adapter_and_blocks_are_cached_for_it_and_
         bench.settle()
         bench.commit(key, [5])
         bench.settle()
-    assert sorted(hashed[2:] for hashed in bench.engine.hashes) == [(0, 0), (7, 2)]
+    assert sorted(bench.engine.cached_for) == [(0, 0), (7, 2)]
     fed = {}
     for plan in bench.engine.plans:
         for row in plan.rows:
