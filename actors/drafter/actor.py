@@ -104,10 +104,7 @@ class Drafter:
 
         self._last_link_id = 0  # epochs are the verifiers' matter: two of them may have the same one
         self._lock = threading.Lock()
-        self._longest_deadline_s = 0.0
-        at_work = self._loop.at_work if self._learning is None else self._learning.at_work
-        watching = at_work, lambda: self._longest_deadline_s
-        threading.Thread(target=end_when_hung, args=watching, name="draft-watch", daemon=True).start()
+        threading.Thread(target=end_when_hung, args=(self._loop.at_work,), name="draft-watch", daemon=True).start()
 
     @ray.method(concurrency_group="control")
     def ready(self) -> str:
@@ -145,7 +142,6 @@ class Drafter:
         )
         with self._lock:
             self._links[link_id], self._targets[link_id] = link, invitation.verifier_id
-            self._longest_deadline_s = max(self._longest_deadline_s, invitation.link_deadline_ms / 1e3)
         self._loop.attach(link_id, LinkSink(link))
         link.start()
         logger.info("linked to %s, epoch %d", invitation.verifier_id, invitation.epoch)

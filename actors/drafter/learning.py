@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from outrider.actors.drafter.draft_model import DraftModelProposer
-from outrider.actors.drafter.hang_watch import STEP, SWAP
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.learning.draft_models import local_copy, tensors_of
 from outrider.actors.learning.service import DrafterTrainer, Report, Update
@@ -157,7 +156,6 @@ class LearningMember:
         self._refused: tuple[str, int] | None = None
         """The last version that was refused."""
 
-        self._is_swapping = False
         self.changes = 0
         self._is_failing = False
         self.failures = 0
@@ -224,31 +222,20 @@ class LearningMember:
         Raises where these cannot be loaded either, since the weights are then undefined. The trainer does not offer the
         version a third time after the restart.
         """
-        self._is_swapping = True
         try:
-            try:
-                load(tensors)
-            except Exception:
-                logger.exception("version %s cannot be loaded: the previous weights are loaded again", version)
-                load(self._teacher.as_loaded(tensors.keys()) if self._tensors is None else self._tensors)
-                self._refuse(version)
-                return
-            self._tensors, self._drafting, self._held = tensors, version[1], version
-            self.changes += 1
-            logger.info("drafting with version %d of trainer %s", version[1], version[0])
-        finally:
-            self._is_swapping = False
+            load(tensors)
+        except Exception:
+            logger.exception("version %s cannot be loaded: the previous weights are loaded again", version)
+            load(self._teacher.as_loaded(tensors.keys()) if self._tensors is None else self._tensors)
+            self._refuse(version)
+            return
+        self._tensors, self._drafting, self._held = tensors, version[1], version
+        self.changes += 1
+        logger.info("drafting with version %d of trainer %s", version[1], version[0])
 
     def _refuse(self, version: tuple[str, int]) -> None:
         self.refused += 1
         self._refused = self._held = version
-
-    def at_work(self) -> dict[int | str, int]:
-        """Returns DraftLoop.at_work, with a swap of weights apart from a step. Takes no lock."""
-        at_work = self._loop.at_work()
-        if self._is_swapping and STEP in at_work:
-            at_work[SWAP] = at_work.pop(STEP)
-        return at_work
 
     def go_back(self, number: int) -> tuple[int | None, str]:
         """Returns all drafters of the trainer to an earlier version, with their next exchange. See TrainerClient."""
