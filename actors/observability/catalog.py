@@ -142,8 +142,6 @@ DRAFTER = (
     _counter("outrider:drafter_draft_tokens_total", "Draft tokens it sent.", "drafted"),
     _histogram("outrider:drafter_step_seconds", "Draft steps, without prefill.", "step_seconds"),
     _counter("outrider:drafter_chosen_total", "Commits that each method's drafts answered.", "chosen", "method"),
-    _counter("outrider:drafter_judged_drafts_total", "Drafts compared with the target's.", "judged", "method"),
-    _counter("outrider:drafter_right_drafts_total", "Of these, those it would have accepted.", "right", "method"),
     _counter("outrider:draft_vocabulary_tokens_total", "Tokens looked up in a cut vocabulary.", "vocabulary_observed"),
     _counter("outrider:draft_vocabulary_misses_total", "Of these, those not in it.", "vocabulary_missed"),
     _gauge("outrider:suffix_cached_requests", "Requests in the suffix drafter's cache.", "suffix_cached_requests"),
