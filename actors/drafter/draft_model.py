@@ -200,7 +200,7 @@ class DraftModelProposer:
         if step is None:
             step = planner.drafts(due) or planner.prefill() or planner.prefill(idle=True)
         if step is not None:
-            drafting = any(row.draw is not None for row in step.plan.rows)
+            drafting = any(row.draws for row in step.plan.rows)
             self._steps_since_prefill = self._steps_since_prefill + 1 if drafting else 0
             step.plan.num_drawable = self._num_drawable
             if self._vocabulary is not None:
@@ -219,12 +219,11 @@ class DraftModelProposer:
                 sequence.main.num_computed = max(sequence.main.num_computed, row.start + len(row.token_ids))
                 self._announce(sequence)
                 continue
-            assert drawn is not None
-            if any(one.bad_logits for one in (drawn, *drawn.at_masks)) and not self._saw_bad_logits:
+            if any(one.bad_logits for one in drawn) and not self._saw_bad_logits:
                 self._saw_bad_logits = True
                 problem = "sequence %s: the draft model's logits are not finite: drafts end there"
                 logger.warning(problem, sequence.key, extra=sequence.about())
-            if not sequence.drew(chain, row.draws, (drawn, *drawn.at_masks)):
+            if not sequence.drew(chain, row.draws, drawn):
                 continue
             answer = sequence.answer(self._outcomes) if chain is sequence.main else None
             if answer is not None:
@@ -233,7 +232,7 @@ class DraftModelProposer:
                 prefetched.append((sequence, proposal))
         for sequence, proposal in prefetched:  # after the answers, which targets wait for
             self.outbox.add(sequence, proposal)
-        if any(drawn is not None for drawn in work.drawn):
+        if any(work.drawn):
             self._cost.observe(len(work.plan.rows), work.seconds)
             self._step_times.observe(work.seconds)
 

@@ -120,8 +120,8 @@ class LookupDrafters:
             base = sequence.committed_len
             request.offered[MODEL] = sequence.main.ids(base, base + sequence.sent)
         for name, drafts in request.offered.items():
-            request.rates[name].observe(drafts, commit.token_ids)
-            self._rates[name].observe(drafts, commit.token_ids)
+            for rate in (self._rates[name], request.rates[name]):
+                rate.observe(drafts, commit.token_ids)
         if request.ready_at is not None:
             round_s = max(self._clock() - request.ready_at, 0.0)
             self._round_s += (round_s - self._round_s) * (_ROUND_WEIGHT if self._round_s else 1.0)
@@ -196,7 +196,7 @@ class LookupDrafters:
             return None
         request.model_answers = False
         drafts = request.offered[best][:wanted]
-        if sequence.free_of_rounds and at_hand:
+        if at_hand and not sequence.drawn_per_round:
             request.offered[MODEL] = sequence.main.ids(start, start + at_hand)
         return drafts
 

@@ -136,7 +136,7 @@ class DraftStep:
     fed: dict[int, int] = field(default_factory=dict)
     num_fed: int = 0
     worth: float = 0.0
-    drawn: list[Drawn | None] = field(default_factory=list)
+    drawn: list[list[Drawn]] = field(default_factory=list)
     seconds: float = 0.0
 
     def execute(self) -> None:
@@ -357,7 +357,7 @@ class StepPlanner:
     ) -> None:
         start = chain.num_computed
         ids = sequence.token_ids(chain, start, chain.end)
-        step.add(StepRow(ids, start, blocks, draws[0], sequence.sampling.adapter, tuple(draws[1:])), sequence, chain)
+        step.add(StepRow(ids, start, blocks, draws, sequence.sampling.adapter), sequence, chain)
 
     def _has_room(self, step: DraftStep, num_tokens: int) -> bool:
         fits = step.num_fed + num_tokens <= self._engine.max_num_batched_tokens

@@ -170,10 +170,10 @@ class DraftEngine:
         """Frees a sequence's blocks; full ones stay in the prefix cache until they are needed."""
         self._kv.free(self._requests.pop(request_id))
 
-    def run(self, plan: StepPlan) -> list[Drawn | None]:
-        """Runs a step, and returns the token drawn after each row, None where none was."""
+    def run(self, plan: StepPlan) -> list[list[Drawn]]:
+        """Runs a step, and returns what was drawn for each row."""
         results: list[Any] = self._core.model_executor.collective_rpc("draft", args=(plan,))
-        drawn: list[Drawn | None] = results[0]
+        drawn: list[list[Drawn]] = results[0]
         return drawn
 
     def count_graphs(self) -> None:

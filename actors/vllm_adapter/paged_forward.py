@@ -188,7 +188,7 @@ class _Batch:
         query_start[1:] = ends
         row_of = np.repeat(np.arange(count), lengths)
         positions = (starts - query_start[:-1])[row_of] + np.arange(sum(lengths))
-        fed = [[*row.token_ids, *[mask_id] * len(row.at_masks)] if row.at_masks else row.token_ids for row in rows]
+        fed = [[*row.token_ids, *[mask_id] * row.num_masks] if row.num_masks else row.token_ids for row in rows]
         tokens = np.concatenate([np.asarray(of_row, np.int32) for of_row in fed])
         return cls(tokens, positions, row_of, query_start, seq_lens, longest, drawn)
 
