@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -27,7 +27,6 @@ from outrider.cluster.config import DraftModelConfig, RemoteConfig, SpeculationC
 from outrider.cluster.installed import import_early
 from outrider.cluster.link import Link, LinkInvitation, join_link
 from outrider.cluster.link.codec import unpack
-from outrider.cluster.link.keeper import LOST_S
 from outrider.cluster.link.messages import Message
 from outrider.cluster.placement import (
     NAMESPACE,
@@ -223,42 +222,11 @@ async def has_loaded(drafter: Any) -> None:
         raise ray.exceptions.RayError("the drafter's process died while it loaded") from None
 
 
-class DrafterStatus:
-    """Asks drafters for their status, one call to each at a time for all callers of one event loop.
-
-    Calls that were given up would pile up at a stopped drafter, which answers all of them when it goes on.
-    """
-
-    def __init__(
-        self, find: Callable[[str], Awaitable[Any]] = find_actor, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """find: returns Ray's handle of an actor, by its name."""
-        self._find, self._clock = find, clock
-        self._asking: dict[str, tuple[asyncio.Future[dict[str, Any]], float]] = {}
-
-    async def ask(self, name: str, within_s: float) -> dict[str, Any]:
-        """Returns Drafter.status, from the call that is out if there is one.
-
-        Raises TimeoutError and RayError; ValueError when there is no actor of that name.
-        """
-        asking, asked_s = self._asking.get(name, (None, 0.0))
-        now_s = self._clock()
-        if asking is None or now_s - asked_s > LOST_S:
-            asking = asyncio.ensure_future(self._ask(name))
-            asking.add_done_callback(lambda asking: self._answered(name, asking))
-            self._asking[name] = asking, now_s
-        return await asyncio.wait_for(asyncio.shield(asking), within_s)
-
-    async def _ask(self, name: str) -> dict[str, Any]:
-        drafter = await self._find(name)
-        status: dict[str, Any] = await asyncio.wrap_future(drafter.status.remote().future())
-        return status
-
-    def _answered(self, name: str, asking: asyncio.Future[dict[str, Any]]) -> None:
-        if self._asking.get(name, (None,))[0] is asking:
-            del self._asking[name]
-        if not asking.cancelled():
-            asking.exception()  # all callers may have given up: then nobody else retrieves it
+async def drafter_status(name: str, within_s: float) -> dict[str, Any]:
+    """Returns Drafter.status. Raises TimeoutError and RayError; ValueError when there is no actor of that name."""
+    drafter = await find_actor(name)
+    status: dict[str, Any] = await asyncio.wait_for(asyncio.wrap_future(drafter.status.remote().future()), within_s)
+    return status
 
 
 def drafter_name(replica: str) -> str:
