@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -98,9 +98,6 @@ class Drafter:
             self._vocabulary = marks_of(config.model)
         self._learning = self._start_learning(config)
         self._links: dict[int, Link] = {}
-        self._targets: dict[int, str] = {}
-        """The replica at the other end of every link."""
-
         self._last_link_id = 0  # epochs are the verifiers' matter: two of them may have the same one
         self._lock = threading.Lock()
         threading.Thread(target=end_when_hung, args=(self._loop.at_work,), name="draft-watch", daemon=True).start()
@@ -140,7 +137,7 @@ class Drafter:
             on_receive=lambda received: self._deliver(link_id, received.messages),
         )
         with self._lock:
-            self._links[link_id], self._targets[link_id] = link, invitation.verifier_id
+            self._links[link_id] = link
         self._loop.attach(link_id, LinkSink(link))
         link.start()
         logger.info("linked to %s, epoch %d", invitation.verifier_id, invitation.epoch)
@@ -148,8 +145,6 @@ class Drafter:
     @ray.method(concurrency_group="control")
     def status(self) -> dict[str, Any]:
         metrics = self._loop.metrics()
-        if "link_steps" in metrics:
-            metrics["link_steps"] = self._by_target(metrics["link_steps"])
         if self._learning is not None:
             metrics["learning"] = self._learning.status()
         return {**metrics, "pid": os.getpid()}
@@ -158,15 +153,6 @@ class Drafter:
     def go_back(self, version: int) -> tuple[int | None, str]:
         """Calls DrafterTrainer.go_back. Raises RayError and GetTimeoutError where the trainer does not answer."""
         return (None, "this drafter does not learn") if self._learning is None else self._learning.go_back(version)
-
-    def _by_target(self, of_links: Mapping[int, float]) -> dict[str, float]:
-        with self._lock:
-            targets = dict(self._targets)
-        sums = dict.fromkeys(targets.values(), 0.0)
-        for link_id, number in of_links.items():
-            if link_id in targets:
-                sums[targets[link_id]] += number
-        return sums
 
     def _start_learning(self, config: RemoteConfig) -> LearningMember | None:
         if not isinstance(config, DraftModelConfig) or config.learn is None:
@@ -186,7 +172,6 @@ class Drafter:
         logger.warning("link %d is gone: %s", link_id, reason)
         with self._lock:
             self._links.pop(link_id, None)
-            self._targets.pop(link_id, None)
         self._loop.detach(link_id)
 
     def _deliver(self, link_id: int, messages: Sequence[Message]) -> None:

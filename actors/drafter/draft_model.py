@@ -163,9 +163,6 @@ class DraftModelProposer:
         del self._sequences[sequence]
         self._retire(sequence)
 
-    def unlink(self, link_id: int) -> None:
-        self._planner.turns.unlink(link_id)
-
     def limit_vocabulary(self, size: int) -> None:
         if self._num_drawable is not None and size >= self._num_drawable:
             return
@@ -252,10 +249,7 @@ class DraftModelProposer:
         }
 
     def counters(self) -> dict[str, Any]:
-        counted: dict[str, Any] = {
-            "step_seconds": self._step_times.snapshot(),
-            "link_steps": dict(self._planner.turns.steps),
-        }
+        counted: dict[str, Any] = {"step_seconds": self._step_times.snapshot()}
         if self._vocabulary is not None:
             counted["vocabulary_observed"] = self._vocabulary.num_observed
             counted["vocabulary_missed"] = self._vocabulary.num_missed

@@ -177,7 +177,6 @@ def _draft_in_every_way(proposer: Proposer[Any], draft_top_n: int) -> None:
         _work_off(proposer)
         proposer.close(sequence)
     _work_off(proposer)
-    proposer.unlink(0)
 
 
 def _work_off(proposer: Proposer[Any]) -> None:

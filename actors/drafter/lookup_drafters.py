@@ -138,10 +138,6 @@ class LookupDrafters:
             self.lookups[name].close(own)
         self.model.close(sequence)
 
-    def unlink(self, link_id: int) -> None:
-        for proposer in (self.model, *self.lookups.values()):
-            proposer.unlink(link_id)
-
     def limit_vocabulary(self, size: int) -> None:
         for proposer in (self.model, *self.lookups.values()):
             proposer.limit_vocabulary(size)

@@ -274,7 +274,6 @@ class DraftLoop:
             self._sinks.pop(link_id, None)
             for key in [key for key in self.sequences if key[0] == link_id]:
                 self._close(key)
-            self._proposer.unlink(link_id)
             self._wake()
 
     def stop(self) -> None:

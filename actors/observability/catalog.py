@@ -138,7 +138,6 @@ DRAFTER = (
     _gauge("outrider:drafter_side_branches", "Side branches drafted ahead and held now.", "num_side_branches"),
     _gauge("outrider:drafter_kv_cache_usage_ratio", "Share of the drafter's KV blocks in use.", "kv_cache_usage"),
     _gauge("outrider:drafter_links", "Targets linked to this drafter.", "links"),
-    _counter("outrider:drafter_link_steps_total", "Model steps, by the target they were for.", "link_steps", "target"),
     _counter("outrider:drafter_draft_tokens_total", "Draft tokens it sent.", "drafted"),
     _histogram("outrider:drafter_step_seconds", "Draft steps, without prefill.", "step_seconds"),
     _counter("outrider:drafter_chosen_total", "Commits that each method's drafts answered.", "chosen", "method"),

@@ -43,9 +43,6 @@ class FakeProposer:
         del self.open_sequences[sequence.key]
         self.due = [other for other in self.due if other is not sequence]
 
-    def unlink(self, link_id):
-        assert not any(key[0] == link_id for key in self.open_sequences)
-
     def plan(self):
         if not self.due:
             return None
