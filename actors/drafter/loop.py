@@ -301,14 +301,8 @@ class DraftLoop:
         lock, since the thread that holds it may be the one that hangs."""
         return {*self._at_work.copy().values()}
 
-    def usage(self) -> dict[str, float]:
-        """Returns what the proposer holds, and counts of rounds, drafts, steps and links."""
+    def metrics(self) -> dict[str, Any]:
+        """Returns what the proposer holds and has counted, and counts of rounds, drafts, steps and links."""
         with self._lock:
             counts = {"rounds": self.rounds, "drafted": self.drafted, "steps": self.steps, "links": len(self._sinks)}
-            return {**self._proposer.usage(), **counts}
-
-    def metrics(self) -> dict[str, Any]:
-        """Returns usage and all counters since the start."""
-        with self._lock:
-            counted = self._proposer.counters()
-        return {**self.usage(), **counted}
+            return {**self._proposer.usage(), **counts, **self._proposer.counters()}

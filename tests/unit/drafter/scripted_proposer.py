@@ -68,6 +68,9 @@ class FakeProposer:
     def usage(self):
         return {"num_sequences": len(self.open_sequences), "num_prefilling": 0, "kv_cache_usage": 0.0}
 
+    def counters(self):
+        return {}
+
 
 class Sink:
     def __init__(self):

@@ -138,7 +138,7 @@ def test_the_answers_of_one_delivery_are_one_frame(loop, link):
 
 STRATEGIES = {
     "ngram": lambda: NgramProposer(2, 4),
-    "suffix": lambda: SuffixProposer(SuffixLimits(), 10, 4096, "a"),
+    "suffix": lambda: SuffixProposer(SuffixLimits(), 10, 4096),
     "draft_model": lambda: DraftModelProposer(MemoryEngine(), 64),
 }
 
@@ -214,7 +214,7 @@ def test_closing_and_detaching_forget_sequences_and_stay_quiet(loop, link, propo
     second.next()
     assert proposer.open_sequences.keys() == {(2, 1)}
     assert first.answers.empty()
-    usage = loop.usage()
+    usage = loop.metrics()
     assert (usage["num_sequences"], usage["links"]) == (1, 1)
 
 
