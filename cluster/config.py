@@ -358,7 +358,7 @@ class NgramConfig(LookupConfig):
 
 class SuffixConfig(LookupConfig):
     """Suffix decoding without a model: proposes what followed the longest matching suffixes of the text, in the request
-    and in recent answers of all replicas. Keys are vLLM's."""
+    and in recent answers of other requests. Keys are vLLM's."""
 
     method: Literal["suffix"]
     """``suffix``."""

@@ -76,7 +76,7 @@ IN_EVERY_RUN = {"pair", "ngram_pair"}
 """Deployments whose tests are not all exhaustive: each of the others takes a minute to start."""
 
 IN_FULL_RUNS_ONLY = {
-    "test_bench_load", "test_block_copies", "test_draft_models",
+    "test_bench_load", "test_draft_models",
 }  # fmt: skip
 """Files of unit tests that take half a minute or more, whose gist other tests have: they are marked exhaustive."""
 

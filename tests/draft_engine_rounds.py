@@ -135,7 +135,7 @@ def main(model, section):
     for cut in (False, True):
         vocabulary = None
         if cut:
-            vocabulary = DraftVocabulary(engine.vocab_size, 200, half_life_tokens=10)
+            vocabulary = DraftVocabulary(engine.vocab_size, 200)
             engine.cut_head(vocabulary.token_ids)
         for name, sampling in SAMPLINGS.items():
             rng = random.Random(5)

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -21,15 +21,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from outrider.actors.drafter.hang_watch import end_when_hung
 from outrider.actors.drafter.load import load_proposer, warm_up
 from outrider.actors.drafter.loop import DraftLoop, LinkSink
-from outrider.actors.drafter.suffix import MAX_CACHED_TOKENS, AnswerPart, SuffixProposer
-from outrider.actors.drafter.suffix_pool import PoolMember, suffix_pool
 from outrider.actors.learning.training_samples import SampleCollector
 from outrider.actors.observability.logs import configure as configure_logging
-from outrider.cluster.config import DraftModelConfig, RemoteConfig, SpeculationConfig, SuffixConfig
+from outrider.cluster.config import DraftModelConfig, RemoteConfig, SpeculationConfig
 from outrider.cluster.installed import import_early
 from outrider.cluster.link import Link, LinkInvitation, join_link
 from outrider.cluster.link.codec import unpack
-from outrider.cluster.link.keeper import LOST_S
 from outrider.cluster.link.messages import Message
 from outrider.cluster.placement import (
     NAMESPACE,
@@ -100,17 +97,10 @@ class Drafter:
         if isinstance(config, DraftModelConfig) and num_common_tokens is None:
             self._vocabulary = marks_of(config.model)
         self._learning = self._start_learning(config)
-        self._pool = self._join_pool(config)
         self._links: dict[int, Link] = {}
-        self._targets: dict[int, str] = {}
-        """The replica at the other end of every link."""
-
         self._last_link_id = 0  # epochs are the verifiers' matter: two of them may have the same one
         self._lock = threading.Lock()
-        self._longest_deadline_s = 0.0
-        at_work = self._loop.at_work if self._learning is None else self._learning.at_work
-        watching = at_work, lambda: self._longest_deadline_s
-        threading.Thread(target=end_when_hung, args=watching, name="draft-watch", daemon=True).start()
+        threading.Thread(target=end_when_hung, args=(self._loop.at_work,), name="draft-watch", daemon=True).start()
 
     @ray.method(concurrency_group="control")
     def ready(self) -> str:
@@ -148,35 +138,22 @@ class Drafter:
             on_receive=lambda received: self._deliver(link_id, received.messages),
         )
         with self._lock:
-            self._links[link_id], self._targets[link_id] = link, invitation.verifier_id
-            self._longest_deadline_s = max(self._longest_deadline_s, invitation.link_deadline_ms / 1e3)
+            self._links[link_id] = link
         self._loop.attach(link_id, LinkSink(link))
         link.start()
         logger.info("linked to %s, epoch %d", invitation.verifier_id, invitation.epoch)
 
     @ray.method(concurrency_group="control")
     def status(self) -> dict[str, Any]:
-        pool = {} if self._pool is None else {"suffix_pool_failures": self._pool.failures}
         metrics = self._loop.metrics()
-        if "link_steps" in metrics:
-            metrics["link_steps"] = self._by_target(metrics["link_steps"])
         if self._learning is not None:
             metrics["learning"] = self._learning.status()
-        return {**metrics, **pool, "pid": os.getpid()}
+        return {**metrics, "pid": os.getpid()}
 
     @ray.method(concurrency_group="control")
     def go_back(self, version: int) -> tuple[int | None, str]:
         """Calls DrafterTrainer.go_back. Raises RayError and GetTimeoutError where the trainer does not answer."""
         return (None, "this drafter does not learn") if self._learning is None else self._learning.go_back(version)
-
-    def _by_target(self, of_links: Mapping[int, float]) -> dict[str, float]:
-        with self._lock:
-            targets = dict(self._targets)
-        sums = dict.fromkeys(targets.values(), 0.0)
-        for link_id, number in of_links.items():
-            if link_id in targets:
-                sums[targets[link_id]] += number
-        return sums
 
     def _start_learning(self, config: RemoteConfig) -> LearningMember | None:
         if not isinstance(config, DraftModelConfig) or config.learn is None:
@@ -192,32 +169,10 @@ class Drafter:
         learning.start()
         return learning
 
-    def _join_pool(self, config: RemoteConfig) -> PoolMember | None:
-        """Starts sharing answers with the suffix drafters of the application's other replicas."""
-        proposer = self._proposer
-        if isinstance(config, DraftModelConfig) and "suffix" in config.beside:
-            from outrider.actors.drafter.lookup_drafters import LookupDrafters
-
-            assert isinstance(proposer, LookupDrafters)
-            config, proposer = SuffixConfig(method="suffix"), proposer.lookups["suffix"]
-        if not isinstance(config, SuffixConfig) or not config.suffix_decoding_max_cached_requests:
-            return None
-        assert isinstance(proposer, SuffixProposer)
-
-        def learn(parts: list[AnswerPart]) -> None:
-            proposer.learn(parts)
-            self._loop.wake()
-
-        pool = suffix_pool(self._app_name, MAX_CACHED_TOKENS)
-        member = PoolMember(proposer.name, pool, proposer.take_parts, learn)
-        member.start()
-        return member
-
     def _drop(self, link_id: int, reason: str) -> None:
         logger.warning("link %d is gone: %s", link_id, reason)
         with self._lock:
             self._links.pop(link_id, None)
-            self._targets.pop(link_id, None)
         self._loop.detach(link_id)
 
     def _deliver(self, link_id: int, messages: Sequence[Message]) -> None:
@@ -253,42 +208,11 @@ async def has_loaded(drafter: Any) -> None:
         raise ray.exceptions.RayError("the drafter's process died while it loaded") from None
 
 
-class DrafterStatus:
-    """Asks drafters for their status, one call to each at a time for all callers of one event loop.
-
-    Calls that were given up would pile up at a stopped drafter, which answers all of them when it goes on.
-    """
-
-    def __init__(
-        self, find: Callable[[str], Awaitable[Any]] = find_actor, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """find: returns Ray's handle of an actor, by its name."""
-        self._find, self._clock = find, clock
-        self._asking: dict[str, tuple[asyncio.Future[dict[str, Any]], float]] = {}
-
-    async def ask(self, name: str, within_s: float) -> dict[str, Any]:
-        """Returns Drafter.status, from the call that is out if there is one.
-
-        Raises TimeoutError and RayError; ValueError when there is no actor of that name.
-        """
-        asking, asked_s = self._asking.get(name, (None, 0.0))
-        now_s = self._clock()
-        if asking is None or now_s - asked_s > LOST_S:
-            asking = asyncio.ensure_future(self._ask(name))
-            asking.add_done_callback(lambda asking: self._answered(name, asking))
-            self._asking[name] = asking, now_s
-        return await asyncio.wait_for(asyncio.shield(asking), within_s)
-
-    async def _ask(self, name: str) -> dict[str, Any]:
-        drafter = await self._find(name)
-        status: dict[str, Any] = await asyncio.wrap_future(drafter.status.remote().future())
-        return status
-
-    def _answered(self, name: str, asking: asyncio.Future[dict[str, Any]]) -> None:
-        if self._asking.get(name, (None,))[0] is asking:
-            del self._asking[name]
-        if not asking.cancelled():
-            asking.exception()  # all callers may have given up: then nobody else retrieves it
+async def drafter_status(name: str, within_s: float) -> dict[str, Any]:
+    """Returns Drafter.status. Raises TimeoutError and RayError; ValueError when there is no actor of that name."""
+    drafter = await find_actor(name)
+    status: dict[str, Any] = await asyncio.wait_for(asyncio.wrap_future(drafter.status.remote().future()), within_s)
+    return status
 
 
 def drafter_name(replica: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from outrider.actors.drafter.engine import Engine
 from outrider.actors.drafter.model_sequence import NUM_ALTERNATIVES, ModelSequence
 from outrider.actors.drafter.outcomes import OutcomeModel, StepCost
 from outrider.actors.drafter.planner import DraftStep, LookaheadLimits, StepPlanner
-from outrider.actors.drafter.proposer import Outbox, S, SequenceKey, Work
+from outrider.actors.drafter.proposer import Outbox, SequenceKey, Work
 from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.actors.observability.histogram import Histogram
 from outrider.cluster.link.messages import Commit, DraftOrigin, PrefetchedProposal, Proposals, ProposalStatus
@@ -27,23 +27,6 @@ logger = logging.getLogger(__name__)
 
 _STEPS_BETWEEN_PREFILLS = 4
 """While sequences wait for answers, one chunk of prefill is run after this many steps."""
-
-_AT_ONCE = 2048
-"""Tokens of a prompt that are hashed, or taken into the draft vocabulary, while others wait: about a millisecond."""
-
-
-@dataclass(eq=False, slots=True)
-class Hashing:
-    """Hashes a long prompt for the engine, which then starts it."""
-
-    is_step: ClassVar[bool] = False
-    engine: Engine
-    sequence: ModelSequence
-    prompt: list[int]
-    hashed: Any = None
-
-    def execute(self) -> None:
-        self.hashed = self.engine.hashed(self.sequence.engine_id, self.prompt, self.sequence.sampling)
 
 
 Swap = Callable[[Callable[[Mapping[str, Any]], None]], None]
@@ -91,16 +74,6 @@ class DraftModelProposer:
         self._lives = itertools.count()
         """Numbers the engine's ids: the blocks of a sequence that is opened again are freed later."""
 
-        self._hashed_last = False
-        self._hashed_of = self._pinned_of = 0
-        """The links served last: at hashing, and with the vocabulary."""
-
-        self._unstarted: dict[ModelSequence, None] = {}
-        """Sequences with long prompts that the engine does not have yet."""
-
-        self._unpinned: dict[ModelSequence, list[int]] = {}
-        """Token ids of prompts that the vocabulary does not hold yet."""
-
         self._gone: list[ModelSequence] = []
         """Sequences that are gone. A step may use their blocks, so these are freed before the next one is planned."""
 
@@ -135,15 +108,13 @@ class DraftModelProposer:
         sequence.begin(f"{link_id}-{handle}-{next(self._lives)}", self._engine.max_model_len)
         self._sequences[sequence] = None
         if self._vocabulary is not None:
-            self._vocabulary.pin(sequence.engine_id, text[:_AT_ONCE])
-            if len(text) > _AT_ONCE:
-                self._unpinned[sequence] = text[_AT_ONCE:]
+            self._vocabulary.use(dict.fromkeys(text))
         if len(text) >= sequence.max_len:
             sequence.retired = True
-        elif len(text) > _AT_ONCE:
-            self._unstarted[sequence] = None
-        else:
-            self._start(sequence, text, self._engine.hashed(sequence.engine_id, text, sequence.sampling))
+            return
+        sequence.main.num_computed = self._engine.start(sequence.engine_id, text, sequence.sampling)
+        sequence.appended_to = len(text)
+        self._announce(sequence)
 
     def commit(
         self, sequence: ModelSequence, commit: Commit, look_up: Callable[[], list[int] | None] | None = None
@@ -190,13 +161,7 @@ class DraftModelProposer:
 
     def close(self, sequence: ModelSequence) -> None:
         del self._sequences[sequence]
-        self._unpinned.pop(sequence, None)
-        if self._vocabulary is not None:
-            self._vocabulary.unpin(sequence.engine_id)
         self._retire(sequence)
-
-    def unlink(self, link_id: int) -> None:
-        self._planner.turns.unlink(link_id)
 
     def limit_vocabulary(self, size: int) -> None:
         if self._num_drawable is not None and size >= self._num_drawable:
@@ -222,10 +187,6 @@ class DraftModelProposer:
         if self._swap is not None:
             change, self._swap = WeightsChange(self._engine, self._swap), None
             return change
-        self._pin_more()
-        if not self._hashed_last and (hashing := self._hashing()) is not None:
-            return hashing
-        self._hashed_last = False
         due = [sequence for sequence in self._sequences if sequence.due and sequence.can_draft]
         due.sort(key=lambda sequence: sequence.turn)  # with more of them than rows, nobody waits for ever
         # Sequences that wait come first, but a prompt must not wait for ever; and what is drafted ahead takes turns
@@ -236,36 +197,30 @@ class DraftModelProposer:
         if step is None:
             step = planner.drafts(due) or planner.prefill() or planner.prefill(idle=True)
         if step is not None:
-            drafting = any(row.draw is not None for row in step.plan.rows)
+            drafting = any(row.draws for row in step.plan.rows)
             self._steps_since_prefill = self._steps_since_prefill + 1 if drafting else 0
             step.plan.num_drawable = self._num_drawable
             if self._vocabulary is not None:
                 step.plan.vocabulary_changes = self._vocabulary.take_changes()
-        return step or self._hashing()
+        return step
 
     def complete(self, work: Work) -> None:
-        if isinstance(work, DraftStep):
-            self._take_results(work)
-        elif isinstance(work, Hashing) and work.sequence in self._unstarted:  # else closed, or grown too long meanwhile
-            del self._unstarted[work.sequence]
-            self._start(work.sequence, work.prompt, work.hashed)
-
-    def _take_results(self, step: DraftStep) -> None:
-        """Appends what was drawn, and sends the answers and prefetched proposals that this completes."""
+        """Appends what a step has drawn, and sends the answers and prefetched proposals that this completes."""
+        if not isinstance(work, DraftStep):
+            return
         prefetched: list[tuple[ModelSequence, PrefetchedProposal]] = []
-        for row, (sequence, chain), drawn in zip(step.plan.rows, step.targets, step.drawn, strict=True):
+        for row, (sequence, chain), drawn in zip(work.plan.rows, work.targets, work.drawn, strict=True):
             if sequence not in self._sequences:  # closed meanwhile
                 continue
             if chain is None:
                 sequence.main.num_computed = max(sequence.main.num_computed, row.start + len(row.token_ids))
                 self._announce(sequence)
                 continue
-            assert drawn is not None
-            if any(one.bad_logits for one in (drawn, *drawn.at_masks)) and not self._saw_bad_logits:
+            if any(one.bad_logits for one in drawn) and not self._saw_bad_logits:
                 self._saw_bad_logits = True
                 problem = "sequence %s: the draft model's logits are not finite: drafts end there"
                 logger.warning(problem, sequence.key, extra=sequence.about())
-            if not sequence.drew(chain, row.draws, (drawn, *drawn.at_masks)):
+            if not sequence.drew(chain, row.draws, drawn):
                 continue
             answer = sequence.answer(self._outcomes) if chain is sequence.main else None
             if answer is not None:
@@ -274,9 +229,9 @@ class DraftModelProposer:
                 prefetched.append((sequence, proposal))
         for sequence, proposal in prefetched:  # after the answers, which targets wait for
             self.outbox.add(sequence, proposal)
-        if any(drawn is not None for drawn in step.drawn):
-            self._cost.observe(len(step.plan.rows), step.seconds)
-            self._step_times.observe(step.seconds)
+        if any(work.drawn):
+            self._cost.observe(len(work.plan.rows), work.seconds)
+            self._step_times.observe(work.seconds)
 
     def step_us(self) -> int:
         """Returns what a step takes, microseconds; in one pass its share of each draft of a round, of which targets
@@ -294,40 +249,11 @@ class DraftModelProposer:
         }
 
     def counters(self) -> dict[str, Any]:
-        counted: dict[str, Any] = {
-            "step_seconds": self._step_times.snapshot(),
-            "link_steps": dict(self._planner.turns.steps),
-        }
+        counted: dict[str, Any] = {"step_seconds": self._step_times.snapshot()}
         if self._vocabulary is not None:
             counted["vocabulary_observed"] = self._vocabulary.num_observed
             counted["vocabulary_missed"] = self._vocabulary.num_missed
         return counted
-
-    def _hashing(self) -> Hashing | None:
-        """Returns the next prompt to hash. It takes turns with steps, which are far longer."""
-        self._hashed_last = bool(self._unstarted)
-        if not self._hashed_last:
-            return None
-        sequence = _oldest_of_next_link(self._unstarted, self._hashed_of)
-        self._hashed_of = sequence.key[0]
-        return Hashing(self._engine, sequence, list(sequence.text))
-
-    def _pin_more(self) -> None:
-        """Lets the vocabulary hold the next slice of a prompt."""
-        if not self._unpinned:
-            return
-        sequence = _oldest_of_next_link(self._unpinned, self._pinned_of)
-        self._pinned_of, rest = sequence.key[0], self._unpinned[sequence]
-        assert self._vocabulary is not None
-        self._vocabulary.pin_more(sequence.engine_id, rest[:_AT_ONCE])
-        del rest[:_AT_ONCE]
-        if not rest:
-            del self._unpinned[sequence]
-
-    def _start(self, sequence: ModelSequence, prompt: list[int], hashed: Any) -> None:
-        sequence.main.num_computed = self._engine.start(sequence.engine_id, prompt, hashed)
-        sequence.started, sequence.appended_to = True, len(prompt)
-        self._announce(sequence)
 
     def _announce(self, sequence: ModelSequence) -> None:
         """Sends READY once, when the sequence can be drafted for."""
@@ -336,8 +262,7 @@ class DraftModelProposer:
             self.outbox.add(sequence, sequence.no_drafts(ProposalStatus.READY))
 
     def _retire(self, sequence: ModelSequence) -> None:
-        self._unstarted.pop(sequence, None)
-        if sequence.started and not sequence.retired:
+        if not sequence.retired:
             self._gone.append(sequence)
         sequence.retired = True
 
@@ -355,8 +280,3 @@ class DraftModelProposer:
         for side in sequence.dropped:
             self._planner.branches.free(side)
         sequence.dropped.clear()
-
-
-def _oldest_of_next_link(waiting: Collection[S], last_link_id: int) -> S:
-    """Returns the oldest sequence of the link after the last one, round robin."""
-    return min(waiting, key=lambda sequence: (sequence.key[0] <= last_link_id, sequence.key[0]))

@@ -35,7 +35,7 @@ class Drawn:
     q_ids: int32 [n], q_probs: float32 [n], what it was drawn from; None where no q need travel.
     confidence: the drafter's probability of the token. alternatives: other tokens the verifier may choose in its place,
     likeliest first, with the drafter's probability of each. usable: False where there was nothing to draw, with
-    bad_logits because the logits were not finite. at_masks: what was drawn after each of the row's masks.
+    bad_logits because the logits were not finite.
     """
 
     token: int
@@ -45,7 +45,6 @@ class Drawn:
     alternatives: tuple[tuple[int, float], ...] = ()
     usable: bool = True
     bad_logits: bool = False
-    at_masks: tuple[Drawn, ...] = ()
 
 
 @dataclass(slots=True)
@@ -54,28 +53,25 @@ class StepRow:
 
     block_ids: the KV blocks of the row's sequence from its beginning, one list per KV cache group, enough for what is
         fed. A list is never changed: a sequence that gets another block gets another list.
-    draw: what is drawn after token_ids; None for a prefill chunk.
+    draws: what is drawn, in the order of positions: the first after token_ids, each further one after a mask token,
+        which the engine feeds behind them. The KV of a mask is of no use to any later row. Empty for a prefill chunk.
     adapter: number of the draft model's LoRA adapter; 0: none.
-    at_masks: what is drawn in the same pass after masks, which the engine feeds behind token_ids, one for each. The KV
-        of a mask is of no use to any later row.
     """
 
     token_ids: Sequence[int]
     start: int
     block_ids: tuple[Sequence[int], ...]
-    draw: Draw | None = None
+    draws: Sequence[Draw] = ()
     adapter: int = 0
-    at_masks: tuple[Draw, ...] = ()
+
+    @property
+    def num_masks(self) -> int:
+        return max(len(self.draws) - 1, 0)
 
     @property
     def num_fed(self) -> int:
         """The number of tokens fed, masks included."""
-        return len(self.token_ids) + len(self.at_masks)
-
-    @property
-    def draws(self) -> tuple[Draw, ...]:
-        """All draws, in the order of their positions."""
-        return () if self.draw is None else (self.draw, *self.at_masks)
+        return len(self.token_ids) + self.num_masks
 
 
 @dataclass(slots=True)
@@ -103,12 +99,9 @@ class Engine(Protocol):
     block_sizes: tuple[int, ...]
     """Tokens in a KV block, for each KV cache group."""
 
-    def hashed(self, request_id: str, token_ids: list[int], sampling: DraftSampling) -> Any:
-        """Does most of what `start` does for a long prompt. It changes nothing, so it may run beside any other call.
-        Blocks are cached for the sampling's tenant and adapter."""
-
-    def start(self, request_id: str, token_ids: list[int], hashed: Any) -> int:
-        """Registers a sequence. Returns how many leading tokens the prefix cache has. hashed: of the same arguments."""
+    def start(self, request_id: str, token_ids: list[int], sampling: DraftSampling) -> int:
+        """Registers a sequence. Returns how many leading tokens the prefix cache has. Blocks are cached for the
+        sampling's tenant and adapter."""
 
     def append(self, request_id: str, token_ids: list[int]) -> None: ...
 
@@ -141,8 +134,8 @@ class Engine(Protocol):
         Neither embeddings nor output head are among them.
         """
 
-    def run(self, plan: StepPlan) -> list[Drawn | None]:
-        """Executes a step on every rank. Returns for every row what was drawn; None for one without a draw."""
+    def run(self, plan: StepPlan) -> list[list[Drawn]]:
+        """Executes a step on every rank. Returns for every row what was drawn, one for each of its draws."""
 
     @property
     def kv_cache_usage(self) -> float: ...

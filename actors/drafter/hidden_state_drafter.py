@@ -12,12 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from outrider.actors.drafter.engine import Drawn
+from outrider.actors.drafter.mlp_speculator import MLPSpeculator
 from outrider.actors.drafter.model_sequence import stacked_q
 from outrider.actors.verification.transfer import to_device
 from outrider.cluster.drafter_registry import LinkReport
@@ -36,25 +36,6 @@ from outrider.cluster.link.messages import (
 logger = logging.getLogger(__name__)
 
 
-class Heads(Protocol):
-    """Drafts for several requests at once; `MLPSpeculator` is the real one."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of the weights."""
-
-    def warm_up(self, num_drafts: int, top_n: int) -> None: ...
-
-    def draft(
-        self,
-        hidden: Tensor,
-        token_ids: Sequence[int],
-        samplings: Sequence[DraftSampling],
-        positions: Sequence[int],
-        counts: Sequence[int],
-    ) -> list[list[Drawn]]: ...
-
-
 class HiddenStateDrafter:
     """Answers each commit when it is posted. Every method is for the engine's step thread.
 
@@ -65,7 +46,7 @@ class HiddenStateDrafter:
 
     def __init__(
         self,
-        load_heads: Callable[[], Heads],
+        load_heads: Callable[[], MLPSpeculator],
         decode: Callable[[bytes], list[Message]],
         on_link: Callable[[Any], None],
     ) -> None:
@@ -75,7 +56,7 @@ class HiddenStateDrafter:
         on_link: takes this object as the link, once drafts may be asked for.
         """
         self._load_heads, self._decode, self._on_link = load_heads, decode, on_link
-        self._heads: Heads | None = None
+        self._heads: MLPSpeculator | None = None
         self.broken: str | None = None
         """Why it has ended, or None."""
 

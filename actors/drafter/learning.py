@@ -11,6 +11,8 @@ import hashlib
 import json
 import logging
 import secrets
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,21 +21,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from outrider.actors.drafter.draft_model import DraftModelProposer
-from outrider.actors.drafter.hang_watch import STEP, SWAP
 from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.drafter.shared_actor import Member, SharedActor, get_or_create
 from outrider.actors.learning.draft_models import local_copy, tensors_of
 from outrider.actors.learning.service import DrafterTrainer, Report, Update
 from outrider.actors.learning.texts import Text
 from outrider.actors.learning.versions import sampled_digest
 from outrider.cluster.config import DraftModelConfig, LearningConfig
-from outrider.cluster.placement import OWN_GPUS
+from outrider.cluster.head import anywhere
+from outrider.cluster.placement import NAMESPACE, OWN_GPUS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+_EXCHANGE_EVERY_S = 1.0
+CALL_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 600.0
 """The time for the trainer's first answer, before which it loads the draft model."""
 
@@ -66,30 +69,32 @@ def trainer_options(learn: LearningConfig) -> dict[str, Any]:
     It reserves no CPU: at the lowest priority it costs a drafter on the same core 3 to 6% of its rounds, and none on a
     core of its own (docs/learning.md).
     """
-    return {"num_gpus": learn.num_gpus, "max_concurrency": 8, "runtime_env": {"env_vars": OWN_GPUS}}
+    return {
+        **anywhere(),
+        "num_cpus": 0,
+        "num_gpus": learn.num_gpus,
+        "max_concurrency": 8,
+        "runtime_env": {"env_vars": OWN_GPUS},
+    }
 
 
 class RayTrainerClient:
-    """Implements TrainerClient on the trainer's Ray actor."""
+    """Implements TrainerClient on the trainer's Ray actor, which the first call of any drafter starts."""
 
     def __init__(self, app_name: str, config: DraftModelConfig) -> None:
         learn = config.learn
         assert learn is not None
-        self._model, self._revision = config.model, config.revision
+        self._model, self._revision, self._learn = config.model, config.revision, learn
         # The name depends on model and settings, since the trainer of an earlier application may still run.
         local = Path(config.model).expanduser()
         self._base = sampled_digest(local) if local.is_dir() else None
         told = json.dumps([config.model, self._base or config.revision, learn.model_dump()], sort_keys=True)
-        name = f"Trainer:{app_name}:{hashlib.sha256(told.encode()).hexdigest()[:8]}"
-        options = trainer_options(learn)
-        self._actor = SharedActor(
-            lambda: get_or_create(DrafterTrainer, name, config.model, config.revision, learn, **options),
-            start_timeout_s=START_TIMEOUT_S,
-        )
+        self._actor_name = f"Trainer:{app_name}:{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+        self._actor: Any = None
 
     def exchange(self, report: Report, taught: list[Text]) -> Update:
-        """See SharedActor.call."""
-        answer: Update = self._actor.call("exchange", report, taught)
+        """See `_call`."""
+        answer: Update = self._call("exchange", report, taught)
         return answer
 
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
@@ -106,19 +111,34 @@ class RayTrainerClient:
         return {name: tensor for name, tensor in tensors_of(checkpoint) if name in names}
 
     def go_back(self, number: int) -> tuple[int | None, str]:
-        """See SharedActor.call."""
-        answer: tuple[int | None, str] = self._actor.call("go_back", number)
+        """See `_call`."""
+        answer: tuple[int | None, str] = self._call("go_back", number)
         return answer
 
+    def _call(self, method: str, *args: Any) -> Any:
+        """Calls a method. Raises RayError or GetTimeoutError; then the next call looks the actor up again."""
+        actor, self._actor = self._actor, None
+        timeout_s = CALL_TIMEOUT_S
+        if actor is None:
+            actor, timeout_s = self._start(), START_TIMEOUT_S
+        answer = ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
+        self._actor = actor
+        return answer
 
-class LearningMember(Member):
+    def _start(self) -> Any:
+        """Returns the actor's handle. It may still start."""
+        shared = {"name": self._actor_name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
+        trainer = ray.remote(DrafterTrainer).options(**shared, **trainer_options(self._learn))
+        return trainer.remote(self._model, self._revision, self._learn)
+
+
+class LearningMember:
     """Exchanges samples and versions with the trainer at intervals, beside a drafter's loop."""
 
     def __init__(
         self, teacher: TrainerClient, loop: DraftLoop, proposer: DraftModelProposer, drafter: str | None = None
     ) -> None:
         """drafter: a name that stays the same after a restart; None: a random one."""
-        super().__init__("trainer", self._once)
         self._teacher, self._loop, self._proposer = teacher, loop, proposer
         self._name = drafter or secrets.token_hex(8)
         self._held: tuple[str, int] | None = None
@@ -136,21 +156,41 @@ class LearningMember(Member):
         self._refused: tuple[str, int] | None = None
         """The last version that was refused."""
 
-        self._is_swapping = False
         self.changes = 0
+        self._is_failing = False
+        self.failures = 0
+        """Exchanges that failed. What they carried is lost."""
+
         self.refused = 0
         """Versions that are not of this drafter's trainer, or could not be loaded."""
 
         self.figures: dict[str, Any] = {}
 
-    def _once(self) -> bool:
-        update = self._teacher.exchange(Report(self._name, self._held, self._refused), self._loop.taught())
-        self.figures = update.figures
-        if not update.tensors:
-            self._held = update.version
-        elif update.version not in (self._taking, self._held):
-            self._offered(update)
-        return False
+    def start(self) -> None:
+        """Exchanges for ever, on a thread of its own."""
+
+        def run() -> None:
+            while True:
+                self.exchange()
+                time.sleep(_EXCHANGE_EVERY_S)
+
+        threading.Thread(target=run, name="trainer", daemon=True).start()
+
+    def exchange(self) -> None:
+        """Exchanges once. It counts failures and never raises."""
+        try:
+            update = self._teacher.exchange(Report(self._name, self._held, self._refused), self._loop.taught())
+            self.figures = update.figures
+            if not update.tensors:
+                self._held = update.version
+            elif update.version not in (self._taking, self._held):
+                self._offered(update)
+            self._is_failing = False
+        except Exception as error:  # noqa: BLE001 - of another process; drafting goes on with what is loaded
+            self.failures += 1
+            if not self._is_failing:
+                logger.warning("the trainer is not reachable, drafting goes on with the present weights: %s", error)
+            self._is_failing = True
 
     def _offered(self, update: Update) -> None:
         """Hands a new version to the loop, and refuses one that was trained from another checkpoint."""
@@ -182,31 +222,20 @@ class LearningMember(Member):
         Raises where these cannot be loaded either, since the weights are then undefined. The trainer does not offer the
         version a third time after the restart.
         """
-        self._is_swapping = True
         try:
-            try:
-                load(tensors)
-            except Exception:
-                logger.exception("version %s cannot be loaded: the previous weights are loaded again", version)
-                load(self._teacher.as_loaded(tensors.keys()) if self._tensors is None else self._tensors)
-                self._refuse(version)
-                return
-            self._tensors, self._drafting, self._held = tensors, version[1], version
-            self.changes += 1
-            logger.info("drafting with version %d of trainer %s", version[1], version[0])
-        finally:
-            self._is_swapping = False
+            load(tensors)
+        except Exception:
+            logger.exception("version %s cannot be loaded: the previous weights are loaded again", version)
+            load(self._teacher.as_loaded(tensors.keys()) if self._tensors is None else self._tensors)
+            self._refuse(version)
+            return
+        self._tensors, self._drafting, self._held = tensors, version[1], version
+        self.changes += 1
+        logger.info("drafting with version %d of trainer %s", version[1], version[0])
 
     def _refuse(self, version: tuple[str, int]) -> None:
         self.refused += 1
         self._refused = self._held = version
-
-    def at_work(self) -> dict[int | str, int]:
-        """Returns DraftLoop.at_work, with a swap of weights apart from a step. Takes no lock."""
-        at_work = self._loop.at_work()
-        if self._is_swapping and STEP in at_work:
-            at_work[SWAP] = at_work.pop(STEP)
-        return at_work
 
     def go_back(self, number: int) -> tuple[int | None, str]:
         """Returns all drafters of the trainer to an earlier version, with their next exchange. See TrainerClient."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import ray
 
 from outrider.actors.drafter.ngram import NgramProposer
 from outrider.actors.drafter.proposer import Proposer
-from outrider.actors.drafter.suffix import MAX_CACHED_TOKENS, SuffixProposer
+from outrider.actors.drafter.suffix import SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.actors.drafter.vocabulary import DraftVocabulary, trained_on
 from outrider.cluster.config import (
@@ -99,8 +98,7 @@ def _suffix_proposer(config: SuffixConfig) -> SuffixProposer:
         config.suffix_decoding_max_spec_factor,
         config.suffix_decoding_min_token_prob,
     )
-    cached = config.suffix_decoding_max_cached_requests, MAX_CACHED_TOKENS
-    return SuffixProposer(limits, *cached, name=secrets.token_hex(8))
+    return SuffixProposer(limits, config.suffix_decoding_max_cached_requests)
 
 
 def cut_head(
@@ -179,7 +177,6 @@ def _draft_in_every_way(proposer: Proposer[Any], draft_top_n: int) -> None:
         _work_off(proposer)
         proposer.close(sequence)
     _work_off(proposer)
-    proposer.unlink(0)
 
 
 def _work_off(proposer: Proposer[Any]) -> None:

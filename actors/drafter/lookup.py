@@ -90,9 +90,6 @@ class LookupProposer(Generic[L]):
         self._num_sequences -= 1
         self._unread.pop(sequence, None)
 
-    def unlink(self, link_id: int) -> None:
-        """Nothing is kept of a link but its sequences."""
-
     def limit_vocabulary(self, size: int) -> None:
         """Limits nothing: a look-up proposes only ids that a target of this application has committed."""
 

@@ -2,7 +2,7 @@
 Pure.
 
 A look-up's drafts cost no step. Where a text repeats itself, or what others were answered, they are better than the
-model's; elsewhere they are nearly all wrong. So all of them follow every text, and `DrafterSelector` compares
+model's; elsewhere they are nearly all wrong. So all of them follow every text, and what is compared is
 (1 + expected accepted drafts) / (seconds of a round + seconds that the model still needs for its drafts).
 
 The committed tokens tell of every drafter how many of its drafts would have been accepted, sent or not: a look-up's q
@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.model_sequence import ModelSequence
@@ -39,9 +39,6 @@ leaves what it repeats within a few rounds."""
 _ROUND_WEIGHT = 0.1
 """Weight of the latest round in the moving average of their times."""
 
-_TRY_AFTER = 64
-"""Rounds without news of the model after which its drafts are sent, whatever is expected of them."""
-
 
 class Rate:
     """Estimates an acceptance rate: accepted drafts of those that the target looked at. Old ones fade."""
@@ -49,83 +46,25 @@ class Rate:
     def __init__(self, keep: float) -> None:
         self._keep, self._accepted, self._looked_at = keep, 0.0, 0.0
 
-    def add(self, accepted: int, looked_at: int) -> None:
-        if looked_at:
+    def observe(self, drafts: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Compares drafts, sent or not, with the committed tokens, up to the first difference."""
+        same = [draft == token for draft, token in zip(drafts, token_ids, strict=False)]
+        accepted = same.index(False) if False in same else len(same)
+        if same:
             self._accepted = self._accepted * self._keep + accepted
-            self._looked_at = self._looked_at * self._keep + looked_at
+            self._looked_at = self._looked_at * self._keep + min(accepted + 1, len(same))
 
     def given(self, prior: float) -> float:
         """Returns the rate, where `prior` counts for some drafts."""
         return (self._accepted + _PRIOR_DRAFTS * prior) / (self._looked_at + _PRIOR_DRAFTS)
 
 
-class Offer(NamedTuple):
-    """Drafts that one drafter could send, and the seconds until they are there."""
-
-    drafter: str
-    num_drafts: int
-    wait_s: float = 0.0
-
-
-@dataclass(eq=False)
-class Record:
-    """Holds how the drafters have done in one request. unheard: rounds since the last news of the model."""
-
-    rates: dict[str, Rate]
-    unheard: int = 0
-
-
-class DrafterSelector:
-    """Selects whose drafts are sent, by acceptance rates and round times."""
-
-    def __init__(self, drafters: Sequence[str]) -> None:
-        """drafters: the model among them."""
-        self._all = {name: Rate(_KEEP_ALL) for name in drafters}
-        self._round_s = 0.0
-        self.chosen = dict.fromkeys(drafters, 0)
-        self.judged, self.right = dict.fromkeys(drafters, 0), dict.fromkeys(drafters, 0)
-
-    def new_record(self) -> Record:
-        return Record({name: Rate(_KEEP_OWN) for name in self._all})
-
-    def record_acceptance(self, record: Record, drafter: str, drafts: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Compares a drafter's drafts, sent or not, with the committed tokens, up to the first difference."""
-        same = [draft == token for draft, token in zip(drafts, token_ids, strict=False)]
-        accepted = same.index(False) if False in same else len(same)
-        looked_at = min(accepted + 1, len(same))
-        if drafter == MODEL and looked_at:
-            record.unheard = 0
-        self._all[drafter].add(accepted, looked_at)
-        record.rates[drafter].add(accepted, looked_at)
-        self.right[drafter] += accepted
-        self.judged[drafter] += looked_at
-
-    def record_round(self, round_s: float) -> None:
-        """Takes the time of a round, from drafts to the commit."""
-        self._round_s += (round_s - self._round_s) * (_ROUND_WEIGHT if self._round_s else 1.0)
-
-    def select(self, record: Record, offers: Sequence[Offer]) -> Offer:
-        """Returns the offer that brings most tokens a second; now and then the model's largest, to hear of it."""
-        best = max(offers, key=lambda offer: self._tokens_per_s(record, offer))
-        record.unheard += 1
-        if record.unheard > _TRY_AFTER:
-            record.unheard = 0
-            best = max((offer for offer in offers if offer.drafter == MODEL), key=lambda offer: offer.num_drafts)
-        self.chosen[best.drafter] += best.num_drafts > 0
-        return best
-
-    def _tokens_per_s(self, record: Record, offer: Offer) -> float:
-        rate = record.rates[offer.drafter].given(self._all[offer.drafter].given(_FIRST_GUESS))
-        accepted = sum(rate**count for count in range(1, offer.num_drafts + 1))
-        return (1.0 + accepted) / max(self._round_s + offer.wait_s, 1e-9)
-
-
 @dataclass(eq=False)
 class RequestDrafters:
-    """Holds what the look-ups know of one request, and what each drafter proposes after its text."""
+    """Holds what the look-ups know of one request, and how its drafters have done."""
 
-    record: Record
-    lookups: dict[str, DraftedSequence]
+    rates: dict[str, Rate]
+    lookups: dict[str, DraftedSequence] = field(default_factory=dict)
     offered: dict[str, list[int]] = field(default_factory=dict)
     """Drafts after the text as it is, sent or not. The model's are here where a look-up's were sent."""
 
@@ -149,7 +88,13 @@ class LookupDrafters:
         self.model, self.lookups, self._clock = model, dict(lookups), clock
         self.outbox = model.outbox
         model.sends_ahead = False
-        self.selector = DrafterSelector([MODEL, *lookups])
+        self._rates = {name: Rate(_KEEP_ALL) for name in (MODEL, *lookups)}
+        self.chosen = dict.fromkeys(self._rates, 0)
+        """Commits that each drafter's drafts answered."""
+
+        self._round_s = 0.0
+        """Moving average of the time from drafts to the commit."""
+
         self._requests: dict[ModelSequence, RequestDrafters] = {}
         self._worker: Proposer[Any] = model
         """The proposer whose work was planned last."""
@@ -160,7 +105,7 @@ class LookupDrafters:
         return self.model.new_sequence(key)
 
     def open(self, sequence: ModelSequence) -> None:
-        request = self._requests[sequence] = RequestDrafters(self.selector.new_record(), {})
+        request = self._requests[sequence] = RequestDrafters({name: Rate(_KEEP_OWN) for name in self._rates})
         for name, lookup in self.lookups.items():
             own = request.lookups[name] = lookup.new_sequence(sequence.key)
             own.sampling, own.num_speculative_tokens = sequence.sampling, sequence.num_speculative_tokens
@@ -170,14 +115,16 @@ class LookupDrafters:
         self.model.open(sequence)
 
     def commit(self, sequence: ModelSequence, commit: Commit) -> None:
-        request, now = self._requests[sequence], self._clock()
+        request = self._requests[sequence]
         if request.model_answers and sequence.sent:
             base = sequence.committed_len
             request.offered[MODEL] = sequence.main.ids(base, base + sequence.sent)
         for name, drafts in request.offered.items():
-            self.selector.record_acceptance(request.record, name, drafts, commit.token_ids)
+            for rate in (self._rates[name], request.rates[name]):
+                rate.observe(drafts, commit.token_ids)
         if request.ready_at is not None:
-            self.selector.record_round(max(now - request.ready_at, 0.0))
+            round_s = max(self._clock() - request.ready_at, 0.0)
+            self._round_s += (round_s - self._round_s) * (_ROUND_WEIGHT if self._round_s else 1.0)
         request.offered, request.ready_at, request.model_answers = {}, None, True
         for name, own in request.lookups.items():
             self.lookups[name].commit(own, commit)
@@ -190,10 +137,6 @@ class LookupDrafters:
         for name, own in self._requests.pop(sequence).lookups.items():
             self.lookups[name].close(own)
         self.model.close(sequence)
-
-    def unlink(self, link_id: int) -> None:
-        for proposer in (self.model, *self.lookups.values()):
-            proposer.unlink(link_id)
 
     def limit_vocabulary(self, size: int) -> None:
         for proposer in (self.model, *self.lookups.values()):
@@ -219,15 +162,10 @@ class LookupDrafters:
         return self.model.usage()
 
     def counters(self) -> dict[str, Any]:
-        counted = self.model.counters()
+        counted = self.model.counters() | {"chosen": dict(self.chosen)}
         for lookup in self.lookups.values():
             counted |= lookup.counters()
-        selector = self.selector
-        return counted | {
-            "chosen": dict(selector.chosen),
-            "judged": dict(selector.judged),
-            "right": dict(selector.right),
-        }
+        return counted
 
     def _reading(self) -> Work | None:
         for lookup in self.lookups.values():
@@ -241,18 +179,25 @@ class LookupDrafters:
         request, start = self._requests[sequence], sequence.committed_len
         wanted = min(sequence.num_wanted, sequence.max_len - start)
         at_hand = min(sequence.num_drafted, wanted)
-        missing = sequence.num_missing
-        offers = [Offer(MODEL, at_hand), *(Offer(name, min(len(d), wanted)) for name, d in request.offered.items())]
-        if missing:
-            offers.append(Offer(MODEL, at_hand + missing, missing * self.model.step_us() / 1e6))
-        selected = self.selector.select(request.record, offers)
-        request.ready_at = self._clock() + selected.wait_s
-        if selected.drafter == MODEL:
-            if selected.num_drafts <= at_hand:
+        offers = [(name, min(len(drafts), wanted), 0.0) for name, drafts in request.offered.items()]
+        offers.append((MODEL, at_hand, 0.0))
+        if missing := sequence.num_missing:
+            offers.append((MODEL, at_hand + missing, missing * self.model.step_us() / 1e6))
+        best, num_drafts, wait_s = max(offers, key=lambda offer: self._tokens_per_s(request, *offer))
+        self.chosen[best] += num_drafts > 0
+        request.ready_at = self._clock() + wait_s
+        if best == MODEL:
+            if num_drafts == at_hand:
                 sequence.num_on_miss = at_hand  # what is there is enough
             return None
         request.model_answers = False
-        drafts = request.offered[selected.drafter][:wanted]
-        if sequence.free_of_rounds and at_hand:
+        drafts = request.offered[best][:wanted]
+        if at_hand and not sequence.drawn_per_round:
             request.offered[MODEL] = sequence.main.ids(start, start + at_hand)
         return drafts
+
+    def _tokens_per_s(self, request: RequestDrafters, name: str, num_drafts: int, wait_s: float) -> float:
+        """Returns what so many drafts of a drafter bring that come after `wait_s`."""
+        rate = request.rates[name].given(self._rates[name].given(_FIRST_GUESS))
+        accepted = sum(rate**count for count in range(1, num_drafts + 1))
+        return (1.0 + accepted) / max(self._round_s + wait_s, 1e-9)

@@ -26,7 +26,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
-from outrider.actors.drafter.hang_watch import STEP
 from outrider.actors.drafter.proposer import Proposer, Sequence, SequenceKey
 from outrider.actors.learning.texts import Text
 from outrider.actors.learning.training_samples import SampleCollector
@@ -93,7 +92,9 @@ class DraftLoop:
         self._stopped = False
         self._sinks: dict[int, ProposalSink] = {}
         self._numbers = itertools.count()
-        self._at_work: dict[int | str, int] = {}
+        self._at_work: dict[int | None, int] = {}
+        """Numbers of each link's messages that are applied, and of the loop's own work under None."""
+
         self.steps = 0
         self.rounds = 0
         self.drafted = 0
@@ -151,7 +152,7 @@ class DraftLoop:
     def run(self) -> None:
         """Works until stop(). An exception of the proposer ends the loop: its state can no longer be trusted."""
         while not self._stopped:
-            self._at_work[STEP] = next(self._numbers)
+            self._at_work[None] = next(self._numbers)
             with self._lock:
                 self._arrived = False
                 work = self._proposer.plan()
@@ -166,7 +167,7 @@ class DraftLoop:
                 self._proposer.complete(work)
                 outgoing = self._outgoing()
             self._send(outgoing)
-        self._at_work.pop(STEP, None)
+        self._at_work.pop(None, None)
 
     def _apply(self, key: SequenceKey, message: Message, arrived: float) -> None:
         if isinstance(message, Commit):
@@ -235,7 +236,7 @@ class DraftLoop:
                 sink.send(batch.messages, int(batch.waited_s * 1e6))
 
     def _wait_for_news(self) -> None:
-        self._at_work.pop(STEP, None)
+        self._at_work.pop(None, None)
         with self._lock:
             while not (self._arrived or self._stopped):
                 self._changed.wait()
@@ -257,7 +258,6 @@ class DraftLoop:
             self._sinks.pop(link_id, None)
             for key in [key for key in self.sequences if key[0] == link_id]:
                 self._close(key)
-            self._proposer.unlink(link_id)
             self._wake()
 
     def stop(self) -> None:
@@ -280,24 +280,13 @@ class DraftLoop:
             proposer_change()
             self._wake()
 
-    def wake(self) -> None:
-        """Plans again: the proposer has work that did not come over a link."""
-        with self._lock:
-            self._wake()
-
-    def at_work(self) -> dict[int | str, int]:
-        """Returns what is under way: the loop's own work as STEP, and messages by their link. Each has a new number.
-        Takes no lock, since the thread that holds it may be the one that hangs."""
-        return dict(self._at_work)
-
-    def usage(self) -> dict[str, float]:
-        """Returns what the proposer holds, and counts of rounds, drafts, steps and links."""
-        with self._lock:
-            counts = {"rounds": self.rounds, "drafted": self.drafted, "steps": self.steps, "links": len(self._sinks)}
-            return {**self._proposer.usage(), **counts}
+    def at_work(self) -> set[int]:
+        """Returns a number for each step and each link's messages that are under way, never the same again. Takes no
+        lock, since the thread that holds it may be the one that hangs."""
+        return {*self._at_work.copy().values()}
 
     def metrics(self) -> dict[str, Any]:
-        """Returns usage and all counters since the start."""
+        """Returns what the proposer holds and has counted, and counts of rounds, drafts, steps and links."""
         with self._lock:
-            counted = self._proposer.counters()
-        return {**self.usage(), **counted}
+            counts = {"rounds": self.rounds, "drafted": self.drafted, "steps": self.steps, "links": len(self._sinks)}
+            return {**self._proposer.usage(), **counts, **self._proposer.counters()}

@@ -158,8 +158,8 @@ class ModelSequence(Sequence):
         self.spawned_to = 0
         """Side branches have been chosen for outcomes at positions below this."""
 
-        self.free_of_rounds = True
-        """Drafts depend on text and seed alone, whatever round they are for."""
+        self.drawn_per_round = False
+        """A draft's random numbers are those of its round (rejection, block): no other round can use it."""
 
         self._bonus_sampling = self.sampling
         self.announced = False
@@ -170,7 +170,6 @@ class ModelSequence(Sequence):
 
         # What the engine holds of it.
 
-        self.started = False
         self.lacks_room = False
         """Its text is not begun, or was given up, for want of KV blocks."""
 
@@ -193,14 +192,14 @@ class ModelSequence(Sequence):
         self.num_wanted = self.num_on_miss = self.num_speculative_tokens
         self.main, self.spawned_to = DraftChain(length), length
         samples_q = sampling.mode.samples_q and sampling.top_n > 0
-        self.free_of_rounds = not samples_q
+        self.drawn_per_round = samples_q
         likeliest = DraftSampling(biases=sampling.biases, only_biased=sampling.only_biased)
         self._bonus_sampling = likeliest if samples_q else sampling
 
     @property
     def can_draft(self) -> bool:
         """Its text is read so far that a draft step can feed the rest."""
-        return self.started and not self.retired and self.committed_len - self.main.num_computed <= CATCH_UP_TOKENS
+        return not self.retired and self.committed_len - self.main.num_computed <= CATCH_UP_TOKENS
 
     @property
     def due(self) -> bool:
@@ -261,14 +260,14 @@ class ModelSequence(Sequence):
         return None if position - start >= most else self._draw(self.sampling, position, start)
 
     def _draw(self, sampling: DraftSampling, position: int, round_start: int) -> Draw:
-        return Draw(sampling, position, position if self.free_of_rounds else round_start, NUM_ALTERNATIVES)
+        return Draw(sampling, position, round_start if self.drawn_per_round else position, NUM_ALTERNATIVES)
 
     def drew(self, chain: DraftChain, draws: abc.Sequence[Draw], drawn: abc.Sequence[Drawn]) -> bool:
         """Appends the results of a row that fed all of `chain`. Returns False where a commit has made them useless."""
         first = draws[0].position
         if not self.holds(chain) or chain.end != first:
             return False
-        if self.one_pass or not self.free_of_rounds:
+        if self.one_pass or self.drawn_per_round:
             as_now = itertools.takewhile(
                 lambda pair: pair[0] == pair[1], zip(draws, self.next_draws(chain), strict=False)
             )
@@ -313,7 +312,7 @@ class ModelSequence(Sequence):
         self.origin = DraftOrigin.MISS
         if side is not None:
             self._adopt(side)
-        elif matched == len(token_ids) and (sent == matched - 1 or (self.free_of_rounds and not self.one_pass)):
+        elif matched == len(token_ids) and (sent == matched - 1 or not (self.drawn_per_round or self.one_pass)):
             # Drawn for the round that starts here, or for any. After masks only those that stand for what was sent.
             self.origin = DraftOrigin.MAIN_LINE if self.num_drafted > 0 else DraftOrigin.MISS
         else:
@@ -362,7 +361,7 @@ class ModelSequence(Sequence):
     def prefetched(self, chain: DraftChain) -> PrefetchedProposal | None:
         """Returns all the drafts that are wanted for the outcome that `chain` assumes, if the last of them was drawn
         just now. None: some are missing, or they cannot be sent before their round is known."""
-        if self.sent is None or not self.num_wanted or not self.free_of_rounds:
+        if self.sent is None or not self.num_wanted or self.drawn_per_round:
             return None
         at, origin = chain.start, DraftOrigin.SIDE_BRANCH
         if chain is self.main:
@@ -410,6 +409,6 @@ class ModelSequence(Sequence):
         if self.one_pass:
             # What follows the guess of the bonus token is drawn anew, when that is no mask any more.
             self.main.cut(self.committed_len + count + 1)
-        elif not self.free_of_rounds:
+        elif self.drawn_per_round:
             # Anything beyond was drawn for this round, not for the next one.
             self.main.cut(self.committed_len + count)

@@ -32,9 +32,6 @@ class LinkTurns:
         self._last = 0
         """The link that the last step began with."""
 
-        self.steps: dict[int, float] = {}
-        """How many steps every link has had; a step that links share counts in parts, by the tokens fed."""
-
     def order(self, queues: Mapping[int, Iterator[T]]) -> Iterator[T]:
         """Yields all items of the queues, those of each link in their order."""
         waiting = sorted(queues, key=lambda link_id: (link_id <= self._last, link_id))
@@ -46,19 +43,10 @@ class LinkTurns:
                     served.append(link_id)
             waiting = served
 
-    def count(self, fed: Mapping[int, int]) -> None:
-        """Counts a planned step. fed: tokens by link."""
-        total = sum(fed.values())
-        for link_id, num_tokens in fed.items():
-            self.steps[link_id] = self.steps.get(link_id, 0.0) + num_tokens / total
-
     def next_step(self, link_ids: Collection[int]) -> None:
         """Lets the next step begin with another link than this one. link_ids: the links with sequences."""
         later = [link_id for link_id in link_ids if link_id > self._last]
         self._last = min(later or link_ids, default=0)
-
-    def unlink(self, link_id: int) -> None:
-        self.steps.pop(link_id, None)
 
 
 class BranchBlocks:
@@ -124,7 +112,7 @@ class BranchBlocks:
 class DraftStep:
     """A planned step.
 
-    targets: of each row the sequence and the chain that it extends; None for a prefill chunk. fed: tokens, by link.
+    targets: of each row the sequence and the chain that it extends; None for a prefill chunk.
     worth: of all rows that draw, the sum of the probabilities that verification gets so far.
     """
 
@@ -133,10 +121,9 @@ class DraftStep:
     clock: Callable[[], float]
     plan: StepPlan = field(default_factory=StepPlan)
     targets: list[tuple[ModelSequence, DraftChain | None]] = field(default_factory=list)
-    fed: dict[int, int] = field(default_factory=dict)
     num_fed: int = 0
     worth: float = 0.0
-    drawn: list[Drawn | None] = field(default_factory=list)
+    drawn: list[list[Drawn]] = field(default_factory=list)
     seconds: float = 0.0
 
     def execute(self) -> None:
@@ -145,11 +132,9 @@ class DraftStep:
         self.seconds = self.clock() - started
 
     def add(self, row: StepRow, sequence: ModelSequence, chain: DraftChain | None) -> None:
-        num_fed, link_id = row.num_fed, sequence.key[0]
         self.plan.rows.append(row)
         self.targets.append((sequence, chain))
-        self.fed[link_id] = self.fed.get(link_id, 0) + num_fed
-        self.num_fed += num_fed
+        self.num_fed += row.num_fed
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +156,7 @@ _PIECES = 4
 
 def _is_prompt(sequence: ModelSequence) -> bool:
     """Returns whether it must read its text before it can be drafted for."""
-    return sequence.started and not sequence.retired and not sequence.can_draft
+    return not sequence.retired and not sequence.can_draft
 
 
 def _by_link(sequences: Iterable[ModelSequence]) -> dict[int, list[ModelSequence]]:
@@ -324,7 +309,6 @@ class StepPlanner:
         if not step.plan.rows:
             return None
         step.plan.restores, step.plan.copies = self.branches.take_copies()
-        self.turns.count(step.fed)
         self.turns.next_step({sequence.key[0] for sequence in self._sequences})
         return step
 
@@ -357,7 +341,7 @@ class StepPlanner:
     ) -> None:
         start = chain.num_computed
         ids = sequence.token_ids(chain, start, chain.end)
-        step.add(StepRow(ids, start, blocks, draws[0], sequence.sampling.adapter, tuple(draws[1:])), sequence, chain)
+        step.add(StepRow(ids, start, blocks, draws, sequence.sampling.adapter), sequence, chain)
 
     def _has_room(self, step: DraftStep, num_tokens: int) -> bool:
         fits = step.num_fed + num_tokens <= self._engine.max_num_batched_tokens

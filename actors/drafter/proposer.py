@@ -167,9 +167,6 @@ class Proposer(Protocol[S]):
     def close(self, sequence: S) -> None:
         """Forgets an open sequence and frees what is held for it. Work that is executed may still refer to it."""
 
-    def unlink(self, link_id: int) -> None:
-        """Forgets what is kept of a link that is gone. Its sequences are closed before."""
-
     def limit_vocabulary(self, size: int) -> None:
         """Drafts no id from `size` on from the next plan on, for any target. Raises ValueError where that is
         impossible."""

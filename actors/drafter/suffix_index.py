@@ -89,19 +89,9 @@ class SuffixIndex:
         """Position of the next token."""
         return self.base + len(self.tokens)
 
-    def append(self, token_ids: Sequence[int], context: Sequence[int] | None = None) -> None:
-        """Adds tokens that follow what is there, or, with a context, another text.
-
-        Args:
-            context: the tokens before them, for matches to reach into; they are no occurrences themselves.
-        """
-        if context is None:
-            before = self.tokens[-_ORDERS[0] :]
-        else:
-            before = array("i", [SEPARATOR, *context])
-            self.tokens.extend(before)
-            for _, _, earlier in self._chains:
-                earlier.extend([-1] * len(before))
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens that follow what is there. A SEPARATOR among them begins another text."""
+        before = self.tokens[-_ORDERS[0] :]
         text, length = (*before, *token_ids), len(before)
         shift = self.end - length
         for order, latest, earlier in self._chains:

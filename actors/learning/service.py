@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from outrider.actors.drafter.shared_actor import IdleLife
 from outrider.actors.learning.draft_models import load, local_copy, tensors_of
 from outrider.actors.learning.learner import Learner
 from outrider.actors.learning.texts import Text, general_texts
@@ -34,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
 _IDLE_LIFE_S = 1800.0
-"""What was learned may be in memory alone, and a sole drafter that comes back may have had to wait for a node."""
+"""A trainer that was not called for so long ends itself: its application is gone. What was learned may be in memory
+alone, and a sole drafter that comes back may have had to wait for a node."""
 
 
 @dataclass(frozen=True)
@@ -112,23 +112,29 @@ class DrafterTrainer:
         self._saved = self._learner.serving
         self._store_failures = 0
         self._versions = VersionServer(self._learner, sampled_digest(base), ray.put)
-        self._life = IdleLife(_IDLE_LIFE_S)
+        self._asked_at = time.monotonic()
         threading.Thread(target=self._train, name="training", daemon=True).start()
+        threading.Thread(target=self._end_when_idle, name="idle", daemon=True).start()
 
     async def exchange(self, report: Report, taught: list[Text]) -> Update:
         """Calls VersionServer.exchange."""
-        self._life.asked()
+        self._asked_at = time.monotonic()
         return self._versions.exchange(report, taught, store_failures=self._store_failures)
 
     async def go_back(self, number: int) -> tuple[int | None, str]:
         """Calls Learner.go_back, and returns the new number, or None and why not. A restart does not undo it."""
-        self._life.asked()
+        self._asked_at = time.monotonic()
         try:
             serving = self._learner.go_back(number)
         except ValueError as error:
             return None, str(error)
         self._on_disk(lambda store: store.remove_after(number))
         return serving, ""
+
+    def _end_when_idle(self) -> None:
+        while time.monotonic() - self._asked_at < _IDLE_LIFE_S:
+            time.sleep(_IDLE_LIFE_S / 4)
+        os._exit(0)
 
     def _train(self) -> None:
         while True:

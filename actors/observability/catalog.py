@@ -138,19 +138,13 @@ DRAFTER = (
     _gauge("outrider:drafter_side_branches", "Side branches drafted ahead and held now.", "num_side_branches"),
     _gauge("outrider:drafter_kv_cache_usage_ratio", "Share of the drafter's KV blocks in use.", "kv_cache_usage"),
     _gauge("outrider:drafter_links", "Targets linked to this drafter.", "links"),
-    _counter("outrider:drafter_link_steps_total", "Model steps, by the target they were for.", "link_steps", "target"),
     _counter("outrider:drafter_draft_tokens_total", "Draft tokens it sent.", "drafted"),
     _histogram("outrider:drafter_step_seconds", "Draft steps, without prefill.", "step_seconds"),
     _counter("outrider:drafter_chosen_total", "Commits that each method's drafts answered.", "chosen", "method"),
-    _counter("outrider:drafter_judged_drafts_total", "Drafts compared with the target's.", "judged", "method"),
-    _counter("outrider:drafter_right_drafts_total", "Of these, those it would have accepted.", "right", "method"),
     _counter("outrider:draft_vocabulary_tokens_total", "Tokens looked up in a cut vocabulary.", "vocabulary_observed"),
     _counter("outrider:draft_vocabulary_misses_total", "Of these, those not in it.", "vocabulary_missed"),
     _gauge("outrider:suffix_cached_requests", "Requests in the suffix drafter's cache.", "suffix_cached_requests"),
     _gauge("outrider:suffix_cached_tokens", "Tokens of their answers.", "suffix_cached_tokens"),
-    _counter("outrider:suffix_parts_learnt_total", "Parts of answers that entered it.", "suffix_parts_learnt"),
-    _counter("outrider:suffix_parts_lost_total", "Parts dropped: too many waited.", "suffix_parts_lost"),
-    _counter("outrider:suffix_pool_failures_total", "Failed exchanges with other caches.", "suffix_pool_failures"),
 )
 """Read from Drafter.status(); a method leaves out what it does not have."""
 

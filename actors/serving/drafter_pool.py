@@ -17,7 +17,7 @@ import ray
 from prometheus_client.core import Metric
 from ray import serve
 
-from outrider.actors.drafter.actor import DrafterStatus, drafter_name, has_loaded, launch_drafter
+from outrider.actors.drafter.actor import drafter_name, drafter_status, has_loaded, launch_drafter
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.replica_calls import ReplicaReply, sign
@@ -77,8 +77,7 @@ class DrafterPool:
         with serve_log_kept():
             self._registry_client = RegistryClient(config.serving.app_name, member)
             self._drafter = await self._load(launch)
-        self._status = status = DrafterStatus()
-        self._metrics = ReplicaMetrics(config.served_model_name, None, lambda: status.ask(name, ANSWER_WITHIN_S))
+        self._metrics = ReplicaMetrics(config.served_model_name, None, lambda: drafter_status(name, ANSWER_WITHIN_S))
         self._registry_client.update(drafter=name, trouble="")  # only now: targets link to it
 
     async def _load(self, launch: Callable[[], Any]) -> Any:
@@ -123,7 +122,7 @@ class DrafterPool:
         while time.monotonic() < give_up:
             try:
                 if not await registry_client.drain():
-                    status = await self._status.ask(drafter, CONTROL_TIMEOUT_S)
+                    status = await drafter_status(drafter, CONTROL_TIMEOUT_S)
                     if not status["num_sequences"]:
                         return
             except (ray.exceptions.RayError, TimeoutError, ValueError) as error:

@@ -19,7 +19,7 @@ import ray
 from prometheus_client.core import Metric
 from ray import serve
 
-from outrider.actors.drafter.actor import DrafterStatus, drafter_name, find_actor, has_loaded
+from outrider.actors.drafter.actor import drafter_name, drafter_status, find_actor, has_loaded
 from outrider.actors.learning.versions import status_of
 from outrider.actors.observability.logs import request_line
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
@@ -102,7 +102,6 @@ class Target:
             member = Member(self._replica, owned, fingerprint=fingerprint(config))
             self._registry_client = RegistryClient(config.serving.app_name, member)
             self._drafter = self._launch.start_drafter() if owned is not None else None
-            self._drafter_status = DrafterStatus()
             await imports
             start_up.done("vllm imported by the replica")
             self._heartbeat = Heartbeat()
@@ -191,7 +190,7 @@ class Target:
             **{name: link[name] for name in ("epoch", "reconnects", "drafter", "rtt_us", "last_error", "backend")},
         }
         with suppress(ray.exceptions.RayError, TimeoutError, ValueError):  # one that is loading or gone has no load
-            drafter = await self._drafter_status.ask(link["drafter"], _DRAFTER_TIMEOUT_S)
+            drafter = await drafter_status(link["drafter"], _DRAFTER_TIMEOUT_S)
             status["drafter"] = {
                 "running": int(drafter["num_sequences"]),
                 "waiting": int(drafter["num_prefilling"]),
@@ -297,12 +296,12 @@ class Target:
 
     def _replica_metrics(self) -> ReplicaMetrics:
         # Not through self, which a replica's shutdown must be able to free.
-        name, drafter, engine = self._config.served_model_name, self._drafter_status, self._engine
+        name, engine = self._config.served_model_name, self._engine
         owned = self._registry_client.member.drafter
         return ReplicaMetrics(
             name,
             (lambda: _ask_rank_0(engine, "round_metrics")) if self._config.drafts_in_rounds else None,
-            None if owned is None else lambda: drafter.ask(owned, ANSWER_WITHIN_S),
+            None if owned is None else lambda: drafter_status(owned, ANSWER_WITHIN_S),
         )
 
     def _start_engine(self) -> TargetEngine:

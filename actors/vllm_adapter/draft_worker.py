@@ -9,7 +9,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -74,11 +73,6 @@ class CutHead:
         return logits if self._scale == 1.0 else logits * self._scale
 
 
-def _of_row(drawn: list[Drawn]) -> Drawn | None:
-    """Returns the first of a row's draws, with the others in it."""
-    return replace(drawn[0], at_masks=tuple(drawn[1:])) if drawn else None
-
-
 class DraftWorker(worker_class()):  # type: ignore[misc]
     """Adds draft steps, weights of a version and a cut head to vLLM's worker."""
 
@@ -89,11 +83,11 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
     _graph_hits: Counter[str]
 
     @torch.inference_mode()
-    def draft(self, plan: StepPlan) -> list[Drawn | None]:
+    def draft(self, plan: StepPlan) -> list[list[Drawn]]:
         """Runs one step, and waits for the device once, at its end.
 
-        Rank 0 returns what was drawn after each row, None where nothing was. The others return nothing: their next
-        tokens come with the next plan, so ranks cannot disagree.
+        Rank 0 returns what was drawn for each row. The others return nothing: their next tokens come with the next
+        plan, so ranks cannot disagree.
         """
         forward = self._paged
         if forward is None:
@@ -112,7 +106,7 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
             # The next step builds attention metadata in pinned buffers that this step's copies still read (FlashInfer's
             # plan keeps one), and this step's time must not count as the next one's.
             wait_for(self.model_runner.device)
-            return [None] * len(plan.rows) if self.rank == 0 else []
+            return [[] for _ in plan.rows] if self.rank == 0 else []
         if head is None and plan.num_drawable is not None:
             logits = logits[:, : plan.num_drawable].contiguous()
         if self._mask_id is not None and head is not None:
@@ -121,7 +115,7 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
             logits[:, self._mask_id : self._mask_id + 1] = -math.inf
         draws = [one for row in plan.rows for one in row.draws]
         drawn = iter(draw(logits, draws, None if head is None else head.subset))
-        return [_of_row(list(itertools.islice(drawn, len(row.draws)))) for row in plan.rows]
+        return [list(itertools.islice(drawn, len(row.draws))) for row in plan.rows]
 
     def load_weights_of_version(self, tensors: dict[str, Tensor]) -> None:
         """Replaces the named weights. vLLM shards and packs them as when it loaded the checkpoint."""

@@ -45,22 +45,13 @@ class PagedForward:
         self._mask_id = mask_id
         self._adapters = {adapter.lora_int_id: adapter for adapter in adapters}
         self._runner, self._num_used = runner, 0
-        self._in_one_launch = None
-        if self._device.type == "cuda":
-            from outrider.actors.drafter.block_copies import block_copies
-
-            self._in_one_launch = block_copies(self._kv_caches, self._num_blocks, self._device)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole KV blocks, given as (from, to) ids, in every layer.
 
         All are read before any is written, since a block that one copy reads may have been freed for another to write.
         """
-        sources = {source for source, _ in copies}
-        if self._in_one_launch is not None and sources.isdisjoint(target for _, target in copies):
-            self._in_one_launch(copies)
-        else:
-            copy_kv_cache_blocks_inplace(self._kv_caches, self._num_blocks, copies)
+        copy_kv_cache_blocks_inplace(self._kv_caches, self._num_blocks, copies)
 
     def __call__(self, rows: Sequence[StepRow]) -> Tensor:
         """Feeds every row and its masks, and returns the hidden states at which each row draws, in order.
@@ -188,7 +179,7 @@ class _Batch:
         query_start[1:] = ends
         row_of = np.repeat(np.arange(count), lengths)
         positions = (starts - query_start[:-1])[row_of] + np.arange(sum(lengths))
-        fed = [[*row.token_ids, *[mask_id] * len(row.at_masks)] if row.at_masks else row.token_ids for row in rows]
+        fed = [[*row.token_ids, *[mask_id] * row.num_masks] if row.num_masks else row.token_ids for row in rows]
         tokens = np.concatenate([np.asarray(of_row, np.int32) for of_row in fed])
         return cls(tokens, positions, row_of, query_start, seq_lens, longest, drawn)
 

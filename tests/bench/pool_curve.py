@@ -76,22 +76,20 @@ class PlayedEngine:
     def __init__(self, world: World, time: StepTime, text: Text) -> None:
         self._world, self._time, self._text = world, time, text
 
-    def run(self, plan: StepPlan) -> list[Drawn | None]:
+    def run(self, plan: StepPlan) -> list[list[Drawn]]:
         num_tokens = sum(len(row.token_ids) for row in plan.rows)
         self._world.pass_until(self._world.now + self._time.step_ms(num_tokens) / 1e3 + STEP_HOST_S)
         last = torch.tensor([row.token_ids[-1] for row in plan.rows])
         positions = torch.tensor([row.start + len(row.token_ids) - 1 for row in plan.rows])
         ranked = ranked_tokens(last, positions, TOKENS, self._text).tolist()
         return [
-            None
-            if row.draw is None
-            else Drawn(first, confidence=CONFIDENCES[0], alternatives=tuple(zip(others, CONFIDENCES[1:], strict=True)))
+            [Drawn(first, confidence=CONFIDENCES[0], alternatives=tuple(zip(others, CONFIDENCES[1:], strict=True)))]
+            if row.draws
+            else []
             for row, (first, *others) in zip(plan.rows, ranked, strict=True)
         ]
 
-    def hashed(self, request_id: str, token_ids: list[int], sampling: Any) -> None: ...
-
-    def start(self, request_id: str, token_ids: list[int], hashed: Any) -> int:
+    def start(self, request_id: str, token_ids: list[int], sampling: Any) -> int:
         return 0
 
     def append(self, request_id: str, token_ids: list[int]) -> None: ...

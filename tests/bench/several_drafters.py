@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.engine import Drawn
-from outrider.actors.drafter.lookup_drafters import MODEL, DrafterSelector, LookupDrafters
+from outrider.actors.drafter.lookup_drafters import MODEL, LookupDrafters
 from outrider.actors.drafter.ngram import NgramProposer
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.proposer import Proposer, Work
@@ -99,26 +99,17 @@ class PlayedEngine(MemoryEngine):
         return Drawn(token, confidence=self.right)
 
 
-class ModelAlone(DrafterSelector):
-    """Selects the model, and whether to wait for it."""
-
-    def select(self, record, offers):  # type: ignore[no-untyped-def]
-        return super().select(record, [offer for offer in offers if offer.drafter == MODEL])
-
-
 def proposer_of(
     only: str | None, clock: Callable[[], float], engine: PlayedEngine, limits: LookaheadLimits | None = None
 ) -> Proposer[Any]:
     lookups: dict[str, Proposer[Any]] = {
         "ngram": NgramProposer(2, 4),
-        "suffix": SuffixProposer(SuffixLimits(24, 1.0, 0.1), 1000, 100_000, "a"),
+        "suffix": SuffixProposer(SuffixLimits(24, 1.0, 0.1), 1000, 100_000),
     }
     if only in lookups:
         return lookups[only]
-    proposer = LookupDrafters(DraftModelProposer(engine, 128, limits, clock=clock), lookups, clock)
-    if only == MODEL:
-        proposer.selector = ModelAlone(list(proposer.selector.chosen))
-    return proposer
+    model = DraftModelProposer(engine, 128, limits, clock=clock)
+    return LookupDrafters(model, {} if only == MODEL else lookups, clock)
 
 
 class Play:
@@ -131,7 +122,7 @@ class Play:
         sampling: DraftSampling | None = None,
         limits: LookaheadLimits | None = None,
     ) -> None:
-        """only: the drafter of every round; None: the selector chooses. sampling: None: greedy."""
+        """only: the drafter of every round; None: the rule chooses. sampling: None: greedy."""
         self.now, self._times, self._sampling = 0.0, times, sampling
         self.rounds = 0
         self._engine = PlayedEngine(self._step)

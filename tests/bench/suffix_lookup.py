@@ -32,16 +32,13 @@ def main() -> None:
     words = re.findall(r" ?\w+|\n\s*|.", "".join(path.read_text() for path in sources))
     ids = {word: number for number, word in enumerate(dict.fromkeys(words))}
     text = [ids[word] for word in words]
-    drafter = SuffixProposer(SuffixLimits(), 10_000, 2_000_000, "bench")
+    drafter = SuffixProposer(SuffixLimits(), 10_000)
     others = text[: -(PROMPT + ANSWER)]
     started = time.process_time()
     for number, start in enumerate(range(0, len(others), 512)):
         other = opened(drafter, (2, number), [1])
         drafter.commit(other, Commit(number, 1, others[start : start + 512], 0, 0))
         drafter.close(other)
-        while (work := drafter.plan()) is not None:
-            work.execute()
-            drafter.complete(work)
     learning = (time.process_time() - started) / len(others)
     own = text[-(PROMPT + ANSWER) :]
     started = time.process_time()

@@ -24,7 +24,6 @@ from tests.cuda_build.triton_driver import TritonDriver
 
 driver.set_active(TritonDriver(int(sys.argv[1])))
 
-from outrider.actors.drafter import block_copies
 from outrider.actors.verification import triton_draws, triton_kernel, triton_top_p
 from outrider.actors.verification.search import TILE
 
@@ -77,10 +76,6 @@ def variants() -> Iterator[tuple[str, Any, list[Any], dict[str, Any]]]:
             f"draw_from_q{' threshold' * threshold}{' alternatives' * others}", triton_draws.draw_from_q,
             [values, q_ids, 64, *rest, 2 * others], {"HAS_THRESHOLD": threshold, "HAS_OTHERS": others, "N": 64},
         )  # fmt: skip
-    yield (
-        "copy_chunk", block_copies.copy_chunk, tensors(i64, i64),
-        {"CHUNK": block_copies.CHUNK, "WORD": block_copies.WORD},
-    )  # fmt: skip
 
 
 def used(ptx: str) -> tuple[int, int]:

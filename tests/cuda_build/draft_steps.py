@@ -90,19 +90,19 @@ class Texts:
         rows = []
         for text, count, draws in feeds:
             start, end = text["fed"], text["fed"] + count
-            draw = Draw(DraftSampling(), end, start, alternatives=2) if draws else None
-            rows.append(StepRow(text["tokens"][start:end], start, (text["blocks"],), draw))
+            each = [Draw(DraftSampling(), end, start, alternatives=2)] if draws else []
+            rows.append(StepRow(text["tokens"][start:end], start, (text["blocks"],), each))
             text["fed"] = end
         drawn = self._engine.run(StepPlan(rows, copies=list(copies)))
         for (text, _, draws), found in zip(feeds, drawn, strict=True):
             if not draws:
                 continue
             logits = self._reference(torch.tensor([text["tokens"][: text["fed"]]])).logits[0, -1]
-            gap = float(logits.max() - logits[found.token])
+            gap = float(logits.max() - logits[found[0].token])
             self.draws += 1
             if gap > self._tolerance:
-                self.problems.append(f"{name}: {found.token}, whose logit is {gap:.3f} below the best")
-            text["tokens"] = [*text["tokens"][: text["fed"]], found.token]
+                self.problems.append(f"{name}: {found[0].token}, whose logit is {gap:.3f} below the best")
+            text["tokens"] = [*text["tokens"][: text["fed"]], found[0].token]
 
 
 def run_steps(texts: Texts) -> None:

@@ -1,7 +1,5 @@
 """What a drafter draws on the device."""
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -37,16 +35,3 @@ def test_drafts_and_their_q_are_those_of_the_cpu(device, vocab_size, cut):
             assert dict(zip(mine.q_ids.tolist(), mine.q_probs.tolist(), strict=True)) == pytest.approx(
                 dict(zip(its.q_ids.tolist(), its.q_probs.tolist(), strict=True)), abs=1e-5
             )
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kv_blocks_are_copied_as_layer_by_layer(gpu):
-    from tests.unit.vllm_adapter.copies_comparison import compare
-
-    def layer_by_layer(caches, num_blocks, copies):
-        for cache in {cache.data_ptr(): cache for cache in caches}.values():
-            blocks = cache.unflatten(0, (num_blocks, -1))
-            source, target = torch.tensor(copies, device=gpu).unbind(1)
-            blocks[target] = blocks[source]
-
-    assert compare(gpu, layer_by_layer) == []

@@ -8,7 +8,6 @@ from ray.util.placement_group import placement_group
 
 from outrider.actors.drafter.actor import launch_drafter
 from outrider.actors.drafter.learning import trainer_options
-from outrider.actors.drafter.shared_actor import get_or_create
 from outrider.cluster.config import LearningConfig, NgramConfig, SpeculationConfig
 from outrider.cluster.placement import NAMESPACE, ReplicaPlacement
 
@@ -55,7 +54,7 @@ def test_a_drafter_and_a_trainer_see_their_own_gpu_where_the_cluster_shows_all(c
         placement=ReplicaPlacement(bundles, (0,), (1,), ({}, {})),
         cores=None,
     )
-    trainer = get_or_create(Other, "trainer", **trainer_options(LearningConfig(num_gpus=1)))
+    trainer = ray.remote(Other).options(**trainer_options(LearningConfig(num_gpus=1))).remote()
     seen = [gpus_of(drafter), gpus_of(trainer)]
     assert all(shown == given for shown, given in seen), seen
     assert {shown for shown, _ in seen} == {"1", "2"}

@@ -9,15 +9,13 @@ from tests.integration.test_served_distribution import served  # noqa: F401 - a 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
-def test_each_method_drafts_and_is_judged_sent_or_not(several):
+def test_the_model_and_look_ups_draft(several):
     check(several, TEXT * 3, CHOICES["greedy"], "several drafters", must_accept=True)
     for _ in range(2):  # of two letters look-ups find what follows in the answer itself
         several.client.generate(list(TEXT), **options(CHOICES["greedy"]), allowed_token_ids=list(b"ab"))
     status = several.drafter_status()
     assert status["chosen"]["draft_model"] > 0
     assert status["chosen"]["ngram"] + status["chosen"]["suffix"] > 0
-    for method in ("draft_model", "ngram", "suffix"):
-        assert 0 < status["right"][method] <= status["judged"][method]
 
 
 def test_answers_are_distributed_as_the_targets_own(several, served):  # noqa: F811

@@ -5,7 +5,6 @@ checks all of it.
 """
 
 from collections import OrderedDict
-from dataclasses import replace
 
 from outrider.actors.drafter.engine import Drawn
 
@@ -47,16 +46,12 @@ class MemoryEngine:
         self.cached = 0
         """Leading tokens of every new sequence that the prefix cache holds."""
 
-        self.plans, self.hashes, self.loaded = [], [], []
+        self.plans, self.cached_for, self.loaded = [], [], []
         self.bad_after = None
         """Draw nothing usable after texts of this length and more."""
 
-    def hashed(self, request_id, token_ids, sampling):
-        return request_id, tuple(token_ids), sampling.tenant, sampling.adapter
-
-    def start(self, request_id, token_ids, hashed):
-        assert hashed[:2] == (request_id, tuple(token_ids))
-        self.hashes.append(hashed)
+    def start(self, request_id, token_ids, sampling):
+        self.cached_for.append((sampling.tenant, sampling.adapter))
         assert request_id not in self.committed
         assert len(token_ids) < self.max_model_len
         self.committed[request_id], self.blocks[request_id] = list(token_ids), []
@@ -128,7 +123,7 @@ class MemoryEngine:
             self.memory.update(sources)
             assert all(target not in self.free for _, target in copies), "a copy into a block that nobody holds"
         for row in plan.rows:
-            for position, token in enumerate([*row.token_ids, *[MASK] * len(row.at_masks)], row.start):
+            for position, token in enumerate([*row.token_ids, *[MASK] * row.num_masks], row.start):
                 self._slot(row, position, token)
         return [self._row(row) for row in plan.rows]
 
@@ -141,12 +136,7 @@ class MemoryEngine:
         return self.memory[block][position % size]
 
     def _row(self, row):
-        if row.draw is None:
-            return None
-        first, *others = [
-            self._drawn(row, draw, end) for end, draw in enumerate(row.draws, len(row.token_ids) + row.start)
-        ]
-        return replace(first, at_masks=tuple(others))
+        return [self._drawn(row, draw, end) for end, draw in enumerate(row.draws, len(row.token_ids) + row.start)]
 
     def _drawn(self, row, draw, end):
         assert end == draw.position < self.max_model_len

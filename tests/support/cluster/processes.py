@@ -72,7 +72,7 @@ def engine_core(replica_pid: int) -> int | None:
 
 ENGINE_CORE, PROXY, CONTROLLER = "engine core", "proxy", "controller"
 INGRESS, TARGET, POOL_REPLICA = "Ingress", "Target", "DrafterPool"
-DRAFTER, VERIFIER, REGISTRY, SUFFIX_POOL = "Drafter", "Verifier", "Registry", "SuffixPool"
+DRAFTER, VERIFIER, REGISTRY = "Drafter", "Verifier", "Registry"
 """Kinds of processes, as processes() names them."""
 
 PLACEMENT_GROUP = "placement group"
@@ -91,9 +91,8 @@ def processes(deployment: Deployment) -> dict[str, list[int]]:
 
 
 def counted(deployment: Deployment) -> Counter[str]:
-    """What there is of each, and how many placement groups hold resources, or wait for them. But for what looked-up
-    suffixes are shared by: it ends itself, minutes after the deployment that had it, which may be another test's."""
-    counts = Counter({kind: len(pids) for kind, pids in processes(deployment).items() if kind != SUFFIX_POOL})
+    """What there is of each, and how many placement groups hold resources, or wait for them."""
+    counts = Counter({kind: len(pids) for kind, pids in processes(deployment).items()})
     groups = ray.util.placement_group_table().values()
     counts[PLACEMENT_GROUP] = sum(group["state"] != "REMOVED" for group in groups)
     return counts

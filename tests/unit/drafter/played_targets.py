@@ -16,7 +16,7 @@ class QuickEngine(MemoryEngine):
     """What it draws goes by the position alone: for tests of when, not of what."""
 
     def run(self, plan):
-        return [None if row.draw is None else self._at(row.draw.position) for row in plan.rows]
+        return [[self._at(draw.position) for draw in row.draws] for row in plan.rows]
 
     def _at(self, position):
         others = tuple((drawn_token([position], rank=rank), 0.2 / rank) for rank in (1, 2))

@@ -43,9 +43,6 @@ class FakeProposer:
         del self.open_sequences[sequence.key]
         self.due = [other for other in self.due if other is not sequence]
 
-    def unlink(self, link_id):
-        assert not any(key[0] == link_id for key in self.open_sequences)
-
     def plan(self):
         if not self.due:
             return None
@@ -70,6 +67,9 @@ class FakeProposer:
 
     def usage(self):
         return {"num_sequences": len(self.open_sequences), "num_prefilling": 0, "kv_cache_usage": 0.0}
+
+    def counters(self):
+        return {}
 
 
 class Sink:

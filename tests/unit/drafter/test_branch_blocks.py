@@ -98,4 +98,4 @@ def test_a_text_is_fed_by_a_draft_step_up_to_a_limit_and_prefilled_beyond(behind
     assert [each.status for each in told] == ([] if is_step else [ProposalStatus.NOT_READY])
     work, _ = bench.proposer.plan()
     (row,) = work.plan.rows
-    assert (row.draw is not None, len(row.token_ids)) == (is_step, behind if is_step else behind - 1)
+    assert (bool(row.draws), len(row.token_ids)) == (is_step, behind if is_step else behind - 1)

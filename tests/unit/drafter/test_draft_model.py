@@ -113,7 +113,7 @@ def test_no_drafts_wanted_is_no_answer_and_no_draft():
     for token in range(100):
         assert bench.commit(KEY, [token], k=0) == []
         assert bench.settle() == []
-    assert not any(row.draw for plan in bench.engine.plans[before:] for row in plan.rows)
+    assert not any(row.draws for plan in bench.engine.plans[before:] for row in plan.rows)
     assert bench.proposer.usage()["num_side_branches"] == 0
     # It has kept up as a prompt does, so the first commit that wants drafts gets some.
     assert bench.commit(KEY, [7]) == []
@@ -214,10 +214,10 @@ def test_every_row_is_of_the_request_s_adapter_and_blocks_are_cached_for_it_and_
         bench.settle()
         bench.commit(key, [5])
         bench.settle()
-    assert sorted(hashed[2:] for hashed in bench.engine.hashes) == [(0, 0), (7, 2)]
+    assert sorted(bench.engine.cached_for) == [(0, 0), (7, 2)]
     fed = {}
     for plan in bench.engine.plans:
         for row in plan.rows:
-            fed.setdefault(row.adapter, []).append(row.draw is not None)
+            fed.setdefault(row.adapter, []).append(bool(row.draws))
     assert set(fed) == {0, 2}
     assert all(set(draws) == {False, True} for draws in fed.values()), "prompts and drafts alike"

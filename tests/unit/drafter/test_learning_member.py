@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from outrider.actors.drafter.draft_model import DraftModelProposer
-from outrider.actors.drafter.hang_watch import STEP, SWAP
 from outrider.actors.drafter.learning import LearningMember
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.learning.service import Update
@@ -218,20 +217,3 @@ def test_a_drafter_that_cannot_go_back_either_ends():
     drafting.member.exchange()
     with pytest.raises(RuntimeError, match="out of memory"):
         drafting.work_off()
-
-
-def test_a_swap_is_no_step_to_who_looks_for_hangs():
-    seen = []
-
-    class Watched(MemoryEngine):
-        def load_weights(self, tensors):
-            seen.append(drafting.member.at_work())
-
-    drafting = Drafting()
-    drafting.proposer._engine = Watched()
-    drafting.loop._at_work[STEP] = 7
-    drafting.trainer.version, drafting.trainer.weights = ("t1", 1), {"w": torch.ones(2)}
-    drafting.member.exchange()
-    drafting.work_off()
-    assert seen == [{SWAP: 7}]
-    assert drafting.member.at_work() == {STEP: 7}

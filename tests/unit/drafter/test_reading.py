@@ -17,7 +17,7 @@ from outrider.cluster.link.messages import (
     Open,
     ProposalStatus,
 )
-from tests.unit.drafter.draft_bench import KEY, Bench, ids
+from tests.unit.drafter.draft_bench import KEY
 from tests.unit.drafter.drive import Drive, Told
 from tests.unit.drafter.scripted_proposer import SOON_S, Sink
 
@@ -30,7 +30,7 @@ LONG = [token % 50 for token in range(5000)]
 
 STRATEGIES = {
     "ngram": lambda: NgramProposer(2, 4),
-    "suffix": lambda: SuffixProposer(SuffixLimits(), 10, 4096, "a"),
+    "suffix": lambda: SuffixProposer(SuffixLimits(), 10, 4096),
 }
 
 
@@ -44,11 +44,11 @@ def gate(monkeypatch):
     for index, method in ((NgramIndex, "append"), (SuffixIndex, "append")):
         plain = getattr(index, method)
 
-        def read(self, token_ids, *context, plain=plain):
+        def read(self, token_ids, plain=plain):
             if SLOW in token_ids:
                 Gate.reading.set()
                 assert Gate.go_on.wait(2 * SOON_S)
-            plain(self, token_ids, *context)
+            plain(self, token_ids)
 
         monkeypatch.setattr(index, method, read)
     yield Gate
@@ -80,8 +80,7 @@ def test_commits_are_taken_while_a_prompt_is_read(gate, proposer):
         assert gate.reading.wait(SOON_S)
         delivering.join(SOON_S)
         assert taken, "commits wait for a prompt that is not theirs"
-        if proposer != "draft_model":  # whose answers are for the loop's thread, unless foreseen
-            assert sinks[2].next()[0].token_ids == [4, 1]
+        assert sinks[2].next()[0].token_ids == [4, 1]
     finally:
         gate.go_on.set()
     answers = []
@@ -148,37 +147,3 @@ def test_a_sequence_opened_again_while_its_former_life_is_read_is_read_anew():
     work.execute()
     assert proposer.complete(work) == []
     assert proposer.work_off() == [Told(KEY, 5001, [], ProposalStatus.READY)]
-
-
-def long_bench():
-    return Bench(chunk=8000, num_blocks=4000, max_model_len=8000, max_num_batched_tokens=8000)
-
-
-def test_a_long_prompt_is_hashed_beside_commits_and_started_with_what_came_meanwhile():
-    bench = long_bench()
-    assert bench.open(KEY, LONG) is None
-    assert not bench.engine.committed, "not under the lock"
-    assert bench.commit(KEY, [7])[0].status is ProposalStatus.NOT_READY
-    work, _ = bench.proposer.plan()
-    assert not work.is_step
-    work.execute()
-    assert bench.commit(KEY, [8])[0].status is ProposalStatus.NOT_READY
-    assert bench.proposer.complete(work) == []
-    answers = bench.settle()
-    assert [answer.status for answer in answers] == [ProposalStatus.READY, ProposalStatus.OK]
-    assert ids(answers[-1]) == bench.drafts(KEY)
-
-
-@pytest.mark.parametrize("end", ["close", "outgrow"])
-def test_a_long_prompt_whose_sequence_ends_while_it_is_hashed_is_not_started(end):
-    bench = long_bench()
-    bench.open(KEY, LONG)
-    work, _ = bench.proposer.plan()
-    work.execute()
-    if end == "close":
-        bench.proposer.close(KEY)
-    else:
-        assert bench.commit(KEY, [7] * 3000)[0].status is ProposalStatus.LENGTH
-    assert bench.proposer.complete(work) == []
-    assert bench.settle() == []
-    assert not bench.engine.committed

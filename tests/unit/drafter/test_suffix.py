@@ -1,12 +1,9 @@
-"""Suffix decoding as a proposer, what it remembers of others, and what drafters tell each other."""
-
-from array import array
+"""Suffix decoding as a proposer, and what it remembers of other requests."""
 
 import pytest
 
-from outrider.actors.drafter.suffix import PART_TOKENS, AnswerPart, SuffixAnswers, SuffixProposer
+from outrider.actors.drafter.suffix import AnswerMemory, SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixLimits
-from outrider.actors.drafter.suffix_pool import PartLog, PoolMember
 from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, ProposalStatus
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.drive import Drive, Told
@@ -16,12 +13,8 @@ GREEDY = DraftSampling()
 LIMITS = SuffixLimits()
 
 
-def proposer(name="a", max_requests=10, max_tokens=4096):
-    return Drive(SuffixProposer(LIMITS, max_requests, max_tokens, name))
-
-
-def part(number, tokens, drafter="x", seed=None, context=()):
-    return AnswerPart((drafter, number), array("i", context), array("i", tokens), seed)
+def proposer(max_requests=10):
+    return Drive(SuffixProposer(LIMITS, max_requests, 4096))
 
 
 def commit(key, base, tokens, k=4):
@@ -50,7 +43,6 @@ def test_a_finished_answer_helps_the_next_request():
     answer_all(drafter, KEY, [1, 2, 3], range(50, 80))
     drafter.open(OTHER, [7, 8], 4, GREEDY)
     assert drafter.commit(OTHER, commit(OTHER, 2, [60, 61, 62]))[0].token_ids == [63, 64, 65]
-    assert drafter.counters()["suffix_others_text_drafts"] == 1
 
 
 def test_a_tenants_answers_help_its_own_requests_and_nobody_elses():
@@ -69,53 +61,34 @@ def test_a_tenants_answers_help_its_own_requests_and_nobody_elses():
 
 
 @pytest.mark.parametrize("tenant", [0, 7])
-def test_an_answer_that_is_not_to_be_remembered_helps_nobody(tenant):
-    """Neither here nor at other drafters, while it runs or later; it may be helped."""
+def test_an_answer_that_is_not_to_be_remembered_helps_nobody_and_may_be_helped(tenant):
     drafter = proposer()
     said, kept = DraftSampling(tenant=tenant), DraftSampling(tenant=tenant, remembered=False)
-    drafter.open(KEY, [1, 2, 3], 4, kept)
-    drafter.commit(KEY, commit(KEY, 3, list(range(100, 100 + PART_TOKENS)), 0))
-    drafter.work_off()
-    for number, asking in enumerate((said, kept), 1):
-        drafter.open((2, number), [7, 8], 4, asking)
-        assert drafter.commit((2, number), commit((2, number), 2, [110, 111]))[0].token_ids == []
-        drafter.close((2, number))
-    drafter.close(KEY)
-    assert drafter.take_parts() == []
+    answer_all(drafter, KEY, [1, 2, 3], range(100, 130), kept)
+    drafter.open((2, 1), [7, 8], 4, said)
+    assert drafter.commit((2, 1), commit((2, 1), 2, [110, 111]))[0].token_ids == []
     answer_all(drafter, (1, 9), [1, 2, 3], range(50, 80), said)
     drafter.open((2, 9), [7, 8], 4, kept)
     assert drafter.commit((2, 9), commit((2, 9), 2, [60, 61]))[0].token_ids == [62, 63]
 
 
 def test_a_draft_ends_where_another_tenants_answer_begins():
-    answers = SuffixAnswers(10, 4096, LIMITS)
-    for number, tenant in enumerate((5, 6, 0, 5), 1):
-        answers.add(AnswerPart(("x", number), array("i"), array("i", range(20, 40)), tenant=tenant))
+    answers = AnswerMemory(10, 4096, LIMITS)
+    for tenant in (5, 6, 0, 5):
+        answers.add(range(20, 40), tenant=tenant)
     for tenant in (5, 6, 0):
-        found = answers.path(list(range(20, 38)), 8, ("y", 1), None, tenant)
+        found = answers.path(list(range(20, 38)), 8, tenant=tenant)
         assert found.token_ids == [38, 39]
         assert found.score <= 2
 
 
-def test_every_token_of_an_answer_is_shared_once():
+def test_of_a_prompt_the_end_alone_is_remembered_before_the_answer():
     drafter = proposer()
-    drafter.open(KEY, [1, 2, 3], 4, GREEDY)
-    answer = list(range(100, 100 + 3 * PART_TOKENS + 10))
-    for start in range(0, len(answer), 10):
-        drafter.commit(KEY, commit(KEY, 3 + start, answer[start : start + 10], 0))
-    drafter.close(KEY)
-    parts = drafter.take_parts()
-    assert [token for each in parts for token in each.token_ids] == answer
-    assert len(parts) == 3
-    assert list(parts[1].context) == answer[len(parts[0].token_ids) - 24 : len(parts[0].token_ids)]
-
-
-def test_the_prompt_is_context_for_the_answer_and_is_not_shared():
-    drafter = proposer()
-    answer_all(drafter, KEY, [30, 31, 32], range(50, 60))
-    drafter.open(OTHER, [30, 31], 4, GREEDY)
-    assert drafter.commit(OTHER, commit(OTHER, 2, [32]))[0].token_ids == [50, 51, 52]
-    assert drafter.commit(OTHER, commit(OTHER, 3, [30, 31]))[0].token_ids[:1] == [32], "from its own text"
+    answer_all(drafter, KEY, range(200, 300), range(50, 60))
+    drafter.open(OTHER, [297, 298], 4, GREEDY)
+    assert drafter.commit(OTHER, commit(OTHER, 2, [299]))[0].token_ids == [50, 51, 52]
+    drafter.open((2, 8), [210, 211], 4, GREEDY)
+    assert drafter.commit((2, 8), commit((2, 8), 2, [212]))[0].token_ids == []
     assert drafter.counters()["suffix_cached_requests"] == 1
 
 
@@ -156,69 +129,24 @@ def test_of_the_commits_of_an_unread_prompt_the_last_is_answered_once_if_it_want
 def test_without_a_cache_each_request_has_its_own_text_only():
     drafter = proposer(max_requests=0)
     answer_all(drafter, KEY, [1, 2, 3], range(50, 80))
-    assert drafter.take_parts() == []
-    drafter.learn([part(1, range(50, 80))])
     drafter.open(OTHER, [7, 8], 4, GREEDY)
     assert drafter.commit(OTHER, commit(OTHER, 2, [60, 61, 62]))[0].token_ids == []
 
 
 def test_the_oldest_requests_are_forgotten_first():
-    answers = SuffixAnswers(max_requests=2, max_tokens=4096, limits=LIMITS)
+    answers = AnswerMemory(max_requests=2, max_tokens=4096, limits=LIMITS)
     for number in range(3):
-        answers.add(part(number, range(100 * number, 100 * number + 20)))
-        answers.add(part(number, range(100 * number + 20, 100 * number + 40)))
+        answers.add(range(100 * number, 100 * number + 40))
     assert answers.num_requests == 2
-    found = [answers.path([start, start + 1], 2, ("me", 1), None).token_ids for start in (5, 105, 205)]
+    found = [answers.path([start, start + 1], 2).token_ids for start in (5, 105, 205)]
     assert found == [[], [107, 108], [207, 208]]
 
 
 def test_tokens_are_bounded_whatever_the_number_of_requests():
-    answers = SuffixAnswers(max_requests=10_000, max_tokens=1024, limits=LIMITS)
+    answers = AnswerMemory(max_requests=10_000, max_tokens=1024, limits=LIMITS)
     for number in range(500):
-        answers.add(part(number, range(number, number + 50), seed=number))
+        answers.add(range(number, number + 50), seed=number)
         assert answers.num_tokens <= 1024
     assert answers.num_requests < 30
     for seed, known in ((1, True), (499, False)):  # the request with seed 1 is forgotten, and its seed with it
-        assert answers.path([510, 511], 2, ("me", 1), seed).token_ids == ([512, 513] if known else [])
-
-
-class Registry:
-    """A pool's actor in this process; fails when told to."""
-
-    def __init__(self):
-        self.log, self.fails = PartLog(4096), False
-
-    def call(self, method, drafter, cursor, parts):
-        assert method == "exchange"
-        if self.fails:
-            raise ConnectionError("gone")
-        self.log.add(parts)
-        return self.log.since(cursor, drafter)
-
-
-def test_one_replica_learns_what_another_answered():
-    pool = Registry()
-    first, second = proposer("a"), proposer("b")
-    members = [PoolMember(each.name, pool, each.take_parts, each.learn) for each in (first, second)]
-    answer_all(first, KEY, [1, 2, 3], range(50, 80))
-    for member in members:
-        assert member.exchange() is False
-    second.work_off()
-    second.open(OTHER, [7, 8], 4, GREEDY)
-    assert second.commit(OTHER, commit(OTHER, 2, [60, 61, 62]))[0].token_ids == [63, 64, 65]
-    members[0].exchange()
-    first.work_off()
-    assert first.counters()["suffix_cached_requests"] == 1, "its own answers do not come back to it"
-
-
-def test_a_pool_that_began_anew_is_read_from_its_start():
-    pool = Registry()
-    learnt = []
-    member = PoolMember("a", pool, list, learnt.extend)
-    pool.log.add([part(number, [1, 2, 3]) for number in range(5)])
-    member.exchange()
-    assert len(learnt) == 5
-    pool.log = PartLog(4096)
-    pool.log.add([part(9, [4, 5, 6])])
-    member.exchange()
-    assert [p.request[1] for p in learnt[5:]] == [9]
+        assert answers.path([510, 511], 2, seed).token_ids == ([512, 513] if known else [])

@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from outrider.actors.drafter.suffix_index import SuffixIndex, SuffixLimits, best_path
+from outrider.actors.drafter.suffix_index import SEPARATOR, SuffixIndex, SuffixLimits, best_path
 
 DEPTH = 24
 LIMITS = SuffixLimits()
 
 
-def indexed(*texts, context=()):
+def indexed(*texts):
     index = SuffixIndex(DEPTH, 1 << 10)
     for text in texts:
-        index.append(text, context=context)
+        index.append([SEPARATOR, *text])
     return index
 
 
@@ -75,24 +75,17 @@ def test_texts_do_not_run_into_each_other():
     assert best_path(index, [1, 2], 8, far, is_the_text=False).token_ids == [3, 4]
 
 
-def test_a_context_is_matched_but_is_no_occurrence():
-    index = SuffixIndex(DEPTH, 1 << 10)
-    index.append([50, 51], context=[1, 2, 3])
-    assert best_path(index, [1, 2, 3], 2, LIMITS, is_the_text=False).token_ids == [50, 51]
-    assert index.occurrences([1, 2]) == []
-
-
 def test_what_is_forgotten_is_not_found_again_and_room_is_given_back():
     index = indexed([1, 2, 3, 4, 5])
     end_of_first = index.end
-    index.append([6, 7, 8, 9], context=[])
-    index.append(list(range(100, 150)), context=[])
+    index.append([SEPARATOR, 6, 7, 8, 9])
+    index.append([SEPARATOR, *range(100, 150)])
     index.forget_before(end_of_first)
     assert index.base == 0, "not freed yet"
     assert index.occurrences([1, 2, 3]) == []
     assert best_path(index, [6, 7], 2, LIMITS, is_the_text=False).token_ids == [8, 9]
     for _ in range(200):
-        index.append(list(range(40)), context=[])
+        index.append([SEPARATOR, *range(40)])
         index.forget_before(index.end - 100)
     assert len(index.tokens) < 150
     assert best_path(index, [10, 11, 12], 3, LIMITS, is_the_text=False).token_ids == [13, 14, 15]

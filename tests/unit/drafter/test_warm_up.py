@@ -61,7 +61,7 @@ def test_a_drafter_warms_up_on_the_thread_of_its_steps_with_side_branches_and_co
     loop.stop()
     assert engine.threads == {"draft-loop"}
     assert any(plan.copies for plan in engine.plans)
-    draws = [row.draw for plan in engine.plans for row in plan.rows if row.draw is not None]
+    draws = [row.draws[0] for plan in engine.plans for row in plan.rows if row.draws]
     assert {one.sampling.mode for one in draws if one.alternatives} == {Mode.GREEDY, Mode.REJECTION, Mode.COUPLED}
 
 

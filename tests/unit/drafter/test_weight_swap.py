@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from outrider.actors.drafter.draft_model import DraftModelProposer
-from outrider.actors.drafter.hang_watch import STEP
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.cluster.link.messages import Commit, DraftSampling, Open, Proposals, ProposalStatus
 from tests.unit.drafter.scripted_proposer import SOON_S, Sink
@@ -69,7 +68,7 @@ class Request:
 def at_rest(loop):
     """All that can be drafted ahead is."""
     end = time.monotonic() + SOON_S
-    while loop._arrived or STEP in loop.at_work():
+    while loop._arrived or loop.at_work():
         assert time.monotonic() < end
         time.sleep(0.001)
 

@@ -29,10 +29,7 @@ DRAFTER_STATUS = {
     "vocabulary_observed": 100,
     "vocabulary_missed": 7,
     "step_seconds": Histogram().snapshot(),
-    "link_steps": {"a": 5.5, "b": 3.5},
     "chosen": {"draft_model": 6, "ngram": 2},
-    "judged": {"draft_model": 20, "ngram": 30},
-    "right": {"draft_model": 10, "ngram": 3},
     "learning": {
         "version": 3,
         "refused": 1,
@@ -95,8 +92,6 @@ async def test_all_that_is_reported_is_exported():
         ("outrider:link_rtt_seconds", M): pytest.approx(150e-6),
         ("outrider:link_bytes_total", ("direction", "received"), M): 20,
         ("outrider:drafter_kv_cache_usage_ratio", M): 0.25,
-        ("outrider:drafter_link_steps_total", M, ("target", "b")): 3.5,
-        ("outrider:drafter_right_drafts_total", ("method", "draft_model"), M): 10,
         ("outrider:learning_refused_total", M, ("reason", "no_gain")): 2,
         ("outrider:learning_gain", M, ("texts", "past")): -0.01,
     }.items() <= samples(text).items()

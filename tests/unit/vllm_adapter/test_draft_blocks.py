@@ -28,7 +28,7 @@ def engine(tmp_path):
 
 
 def start(engine, name, token_ids):
-    return engine.start(name, token_ids, engine.hashed(name, token_ids, DraftSampling()))
+    return engine.start(name, token_ids, DraftSampling())
 
 
 def test_it_lacks_what_its_text_needs_and_has_not(engine):

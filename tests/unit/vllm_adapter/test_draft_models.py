@@ -54,7 +54,7 @@ def drawn_by_a_worker(sampling, num_drawable, num_tokens=VOCAB):
     logits = random_logits(20, vocab=num_tokens)
     logits[:, -16:] += 20.0
     draws = [draw_of(sampling, position, alternatives=2) for position in range(20)]
-    plan = StepPlan(rows=[StepRow([1], 0, ([0],), draw=one) for one in draws], num_drawable=num_drawable)
+    plan = StepPlan(rows=[StepRow([1], 0, ([0],), [one]) for one in draws], num_drawable=num_drawable)
     rank = SimpleNamespace(
         rank=0,
         _paged=lambda rows: torch.zeros(len(rows), 4),
@@ -62,7 +62,7 @@ def drawn_by_a_worker(sampling, num_drawable, num_tokens=VOCAB):
         _mask_id=None,
         model_runner=SimpleNamespace(model=SimpleNamespace(compute_logits=lambda hidden: logits)),
     )
-    return logits, DraftWorker.draft(rank, plan)
+    return logits, [one for (one,) in DraftWorker.draft(rank, plan)]
 
 
 @pytest.mark.parametrize("num_tokens", [VOCAB, 512])

@@ -125,14 +125,14 @@ def steps(cut: bool) -> list[StepPlan]:
     """Prompts, one of them in pieces; then a token each, in every mode; then branches, whose blocks are copies, one of
     a block that is written as well; then what a branch feeds, with a changed head."""
 
-    def drawn(sampling: DraftSampling, position: int) -> Draw:
-        return Draw(sampling, position, position - 1, alternatives=2)
+    def drawn(sampling: DraftSampling, position: int) -> list[Draw]:
+        return [Draw(sampling, position, position - 1, alternatives=2)]
 
     prompts = [StepRow([10 + i, 20 + i, 30 + i], 0, ([i],), drawn(s, 3)) for i, s in enumerate(SAMPLINGS)]
     piece = StepRow([3, 4, 5, 6], 0, ([4, 5],))
     grown = [StepRow([40 + i, 50 + i], 3, ([i, 6 + i],), drawn(s, 5)) for i, s in enumerate(SAMPLINGS)]
     branch = StepRow([60], 5, ([0, 10],), drawn(SAMPLINGS[3], 6))
-    again = [replace(row, token_ids=[9], start=5, draw=drawn(s, 6)) for row, s in zip(grown, SAMPLINGS, strict=True)]
+    again = [replace(row, token_ids=[9], start=5, draws=drawn(s, 6)) for row, s in zip(grown, SAMPLINGS, strict=True)]
     changes = [(0, 90), (5, 91)] if cut else []
     limit = None if cut else 90
     return [
@@ -140,13 +140,11 @@ def steps(cut: bool) -> list[StepPlan]:
         StepPlan([*prompts, StepRow([7, 8], 4, ([4, 5],), drawn(SAMPLINGS[0], 6))], num_drawable=limit),
         StepPlan(grown, num_drawable=limit),
         StepPlan([branch, *again], [(6, 10), (10, 11)], [(7, 8), (8, 9)], changes, num_drawable=limit),
-        StepPlan([replace(branch, token_ids=[61], start=6, draw=drawn(SAMPLINGS[2], 7))], num_drawable=limit),
+        StepPlan([replace(branch, token_ids=[61], start=6, draws=drawn(SAMPLINGS[2], 7))], num_drawable=limit),
     ]
 
 
-def same(mine: Drawn | None, its: Drawn | None) -> bool:
-    if mine is None or its is None:
-        return mine is its
+def same(mine: Drawn, its: Drawn) -> bool:
     near = pytest.approx(its.confidence, abs=1e-5) == mine.confidence
     named = [[token for token, _ in each.alternatives] for each in (mine, its)]
     q = [None if each.q_ids is None else sorted(each.q_ids.tolist()) for each in (mine, its)]
@@ -168,9 +166,10 @@ def test_every_rank_waits_once_for_a_draft_step_and_at_its_end(monkeypatch, cut,
             with device.synchronises(1, f"step {number}"):
                 mine = DraftWorker.draft(worker, plan)
             assert not device.busy, f"step {number}"
-            assert len(mine) == (0 if rank else len(its))
-            assert all(same(*pair) for pair in zip(mine, its, strict=False)), f"step {number}"
-    assert sum(each is not None and each.usable for step in expected for each in step) > 12
+            assert [len(row) for row in mine] == ([] if rank else [len(row) for row in its])
+            pairs = [pair for rows in zip(mine, its, strict=False) for pair in zip(*rows, strict=True)]
+            assert all(same(*pair) for pair in pairs), f"step {number}"
+    assert sum(each.usable for step in expected for row in step for each in row) > 12
 
 
 MASK = 7
@@ -184,12 +183,12 @@ def test_a_row_with_masks_draws_what_rows_draw_that_end_in_them_and_never_a_mask
     wanted = [replace(sampling, biases=((MASK, 40.0), (11, 1.0)), only_biased=False) for sampling in SAMPLINGS]
     for sampling in wanted:
         draws = [Draw(sampling, 3 + index, 3, alternatives=2) for index in range(3)]
-        with_masks = StepRow([1, 2, 3], 0, ([0, 1],), draws[0], at_masks=tuple(draws[1:]))
-        rows = [StepRow([1, 2, 3, *[MASK] * i], 0, ([2 + 2 * i, 3 + 2 * i],), one) for i, one in enumerate(draws)]
+        with_masks = StepRow([1, 2, 3], 0, ([0, 1],), draws)
+        rows = [StepRow([1, 2, 3, *[MASK] * i], 0, ([2 + 2 * i, 3 + 2 * i],), [one]) for i, one in enumerate(draws)]
         drawn = DraftWorker.draft(here, StepPlan([StepRow([5, 6], 0, ([8],)), with_masks, *rows]))
-        assert drawn[0] is None
-        together = [drawn[1], *drawn[1].at_masks]
-        assert all(same(*pair) for pair in zip(together, drawn[2:], strict=True))
+        assert drawn[0] == []
+        together = drawn[1]
+        assert all(same(mine, its) for mine, (its,) in zip(together, drawn[2:], strict=True))
         named = [token for one in together for token in (one.token, *(token for token, _ in one.alternatives))]
         assert len(together) == 3
         assert MASK not in named

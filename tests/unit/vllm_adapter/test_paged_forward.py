@@ -75,7 +75,7 @@ ONE = Draw(DraftSampling(), 0, 0)
 
 
 def feed(forward, *rows):
-    return forward([StepRow(tokens, start, ([0],), ONE) for tokens, start in rows])
+    return forward([StepRow(tokens, start, ([0],), [ONE]) for tokens, start in rows])
 
 
 @pytest.mark.parametrize(("count", "padded"), [(1, 1), (3, 4), (8, 8), (9, 9)])
@@ -127,9 +127,9 @@ def test_every_token_and_every_draw_is_of_its_row_s_adapter(runner):
     forward = PagedForward(runner, adapters)
     rows = [
         StepRow([1, 2, 3], 0, ([0],), adapter=2),
-        StepRow([4, 5], 3, ([0],), ONE),
-        StepRow([6], 3, ([0],), ONE, adapter=1),
-        StepRow([7], 3, ([0],), ONE, adapter=9),
+        StepRow([4, 5], 3, ([0],), [ONE]),
+        StepRow([6], 3, ([0],), [ONE], adapter=1),
+        StepRow([7], 3, ([0],), [ONE], adapter=9),
     ]
     forward(rows)
     forward(rows[1:2])
