@@ -720,8 +720,8 @@ class ServingConfig(Section):
         return "off" if value is False else value
 
     @property
-    def unasked_max_tokens(self) -> int | None:
-        """max_tokens of a generation whose client sets none. None: what max_model_len leaves."""
+    def max_tokens_if_unset(self) -> int | None:
+        """Returns max_tokens for a client that sets none; None: what max_model_len leaves."""
         return self.greatest_max_tokens if self.default_max_tokens is None else self.default_max_tokens
 
     @property

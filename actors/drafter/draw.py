@@ -16,9 +16,9 @@ from torch import Tensor
 
 from outrider.actors.drafter.engine import Draw, Drawn
 from outrider.actors.verification.constraints import Constraints, known_of
-from outrider.actors.verification.draft_sampler import greedy_drafts, sample_drafts
+from outrider.actors.verification.draft_sampler import sample_drafts
 from outrider.actors.verification.search import TokenSubset
-from outrider.actors.verification.torch_draws import DraftSample
+from outrider.actors.verification.torch_draws import DraftSample, greedy_choice
 from outrider.actors.verification.transfer import in_one_read, to_device
 from outrider.cluster.link.messages import DraftSampling
 from outrider.cluster.modes import Mode
@@ -81,7 +81,7 @@ def _sample(
     if kind.biased:
         logits, exhausted = _biased(logits, samplings, subset)
     if kind.mode is Mode.GREEDY:
-        return greedy_drafts(logits, subset, alternatives), exhausted
+        return greedy_choice(logits, subset, alternatives), exhausted
     limits, known = _limits(samplings, logits.shape[1])
     noise = list(np.array([[d.sampling.seed, d.position, d.round_start] for d in draws]).T.copy())
     there = to_device(noise + limits, logits.device)

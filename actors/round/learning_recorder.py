@@ -6,8 +6,9 @@ at work on the next ones. Only then the likeliest tokens are looked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,11 +19,17 @@ if TYPE_CHECKING:
     from outrider.actors.round.round import Step
 
 
-class Likeliest(Protocol):
-    """Finds the likeliest tokens of some rows of logits."""
+Likeliest = Callable[[Any, Sequence[int]], tuple[np.ndarray, np.ndarray]]
+"""Finds the likeliest tokens of some rows of logits, see `search.target_top_k`."""
 
-    def __call__(self, logits: Any, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ids int32 and log_p float16, [n, TAUGHT_TOP] each, the likeliest first. logits: [R, V]."""
+
+@dataclass(slots=True)
+class _Kept:
+    """Holds a step's logits, each request's first row of them, and its commits: request, position, number of tokens."""
+
+    logits: Any
+    first_rows: dict[str, int]
+    committed: list[tuple[Request, int, int]] = field(default_factory=list)
 
 
 class LearningRecorder:
@@ -30,14 +37,8 @@ class LearningRecorder:
 
     def __init__(self, likeliest: Likeliest) -> None:
         self._likeliest = likeliest
-        self._logits: dict[int, Any] = {}
+        self._kept: dict[int, _Kept] = {}
         """By step number."""
-
-        self._first_rows: dict[int, dict[str, int]] = {}
-        """By step number: each request's first row of the logits."""
-
-        self._committed: list[tuple[int, Request, int, int]] = []
-        """Step number, request, position and number of its tokens."""
 
     def enter(self, request: Request, adapter: str = "", *, shows_pictures: bool = False) -> None:
         """Decides whether samples are taken of a request.
@@ -61,43 +62,39 @@ class LearningRecorder:
     def record_logits(self, step: Step, requests: Sequence[Request], logits: Any) -> None:
         """Keeps a step's logits: request after request, a row for each draft and one more."""
         # Keep no more than the steps in flight: some are never asked for.
-        for number in sorted(self._logits)[:-1]:
-            self._forget(number)
+        for number in sorted(self._kept)[:-1]:
+            del self._kept[number]
         if not any(request.teaches for request in requests):
             return
         first_rows, row = {}, 0
         for request in requests:
             first_rows[request.request_id] = row
             row += len(step.draft(request.request_id).ids) + 1
-        self._logits[step.number], self._first_rows[step.number] = logits, first_rows
+        self._kept[step.number] = _Kept(logits, first_rows)
 
     def record_commit(self, step: Step, request: Request, count: int) -> None:
         """Notes that the step chose the last `count` tokens of a request."""
-        if request.teaches and step.number in self._logits:
-            self._committed.append((step.number, request, len(request.token_ids) - count, count))
+        if request.teaches and step.number in self._kept:
+            self._kept[step.number].committed.append((request, len(request.token_ids) - count, count))
 
     def take_samples(self) -> list[TrainingSample]:
         """Returns the samples since the last call, of requests that are still open at the drafter."""
         samples: list[TrainingSample] = []
-        for number in sorted({entry[0] for entry in self._committed}):
-            logits, first_rows = self._logits[number], self._first_rows[number]
-            entries = [entry for entry in self._committed if entry[0] == number and entry[1].handle is not None]
-            rows = [first_rows[request.request_id] + j for _, request, _, count in entries for j in range(count)]
+        for number, kept in sorted(self._kept.items()):
+            if not kept.committed:
+                continue
+            entries = [entry for entry in kept.committed if entry[0].handle is not None]
+            rows = [kept.first_rows[request.request_id] + j for request, _, count in entries for j in range(count)]
             if rows:
-                ids, log_p = self._likeliest(logits, rows)
+                ids, log_p = self._likeliest(kept.logits, rows)
                 at = 0
-                for _, request, position, count in entries:
+                for request, position, count in entries:
                     assert request.handle is not None
                     part = slice(at, at + count)
                     samples.append(TrainingSample(request.handle, position, ids[part], log_p[part]))
                     at += count
-            self._forget(number)
-        self._committed.clear()
+            del self._kept[number]
         return samples
-
-    def _forget(self, number: int) -> None:
-        del self._logits[number], self._first_rows[number]
-        self._committed = [entry for entry in self._committed if entry[0] != number]
 
 
 def changes_logits(params: Any) -> bool:

@@ -23,7 +23,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.actors.observability.logs import about
 from outrider.actors.observability.tracing import RoundTracer
@@ -32,7 +32,7 @@ from outrider.actors.round.learning_recorder import LearningRecorder
 from outrider.actors.round.length import FixedLengths, LengthController, SafeLengths
 from outrider.actors.round.paths import PathBudget
 from outrider.actors.round.request import Deployment, Draft, Request, acceptance_group, carried
-from outrider.actors.round.statistics import RoundStatistics, RoundTimes
+from outrider.actors.round.statistics import RoundStatistics
 from outrider.cluster.config import LinkConfig
 from outrider.cluster.drafter_registry import Work
 from outrider.cluster.link.link import Link
@@ -103,7 +103,7 @@ class Step:
     is_committed: bool = False
 
     paths: Sequence[tuple[str, DraftPath]] = ()
-    """Request ids, each with a further path that is worth its rows, the best first."""
+    """Request ids, each with a further path that is worth its rows, the best first. The same on every rank."""
 
     path_rows: dict[str, str] = field(default_factory=dict)
     """The rows of further paths that are in the step: the id of each row, which `drafts` has too, and its request's."""
@@ -144,11 +144,10 @@ class Step:
         paths = [len(self.drafts[row_id].ids) for row_id, owner in self.path_rows.items() if owner == request_id]
         return max([self.allowed.get(request_id, len(self.draft(request_id).ids)), *paths])
 
-    def add_path(self, row_id: str, number: int, request_id: str, ids: list[int]) -> None:
-        """Adds the row of a further path of a request. number: of the path, in `paths`."""
-        self.drafts[row_id], self.path_rows[row_id] = Draft(ids), request_id
-        if self.paths:  # other ranks know no gains
-            self.expected[request_id] = self.expected.get(request_id, 0.0) + self.paths[number][1].gain
+    def add_path(self, row_id: str, request_id: str, path: DraftPath) -> None:
+        """Adds the row of a further path of a request."""
+        self.drafts[row_id], self.path_rows[row_id] = Draft(list(path.token_ids)), request_id
+        self.expected[request_id] = self.expected.get(request_id, 0.0) + path.gain
 
     @property
     def width(self) -> int:
@@ -160,12 +159,8 @@ class Step:
         return 1 if self.overlaps else max([1, *(len(draft.ids) for draft in self.drafts.values())]) + 1
 
 
-class Chooser(Protocol):
-    """Chooses tokens; `TargetSampler` is the real one."""
-
-    def __call__(
-        self, logits: Any, requests: Sequence[Request], drafts: Sequence[Draft], width: int, metadata: Any
-    ) -> Any: ...
+Chooser = Callable[[Any, Sequence[Request], Sequence[Draft], int, Any], Any]
+"""Chooses tokens from logits, requests, drafts, width and metadata; `TargetSampler` is the real one."""
 
 
 class Round:
@@ -200,6 +195,7 @@ class Round:
         self._wanted: Counter[int] = Counter()
         """Commits by the number of drafts wanted."""
 
+        self._picture_requests = 0
         self._chains: Counter[str] = Counter()
         """Requests that verify one path where others verify several, by the reason."""
 
@@ -250,7 +246,7 @@ class Round:
 
         Args:
             row_ids: of requests and path rows, in the order of the rows of the logits.
-            logits, metadata: see Chooser.
+            logits, metadata: see `TargetSampler`.
         """
         requests = [self.requests[step.path_rows.get(row_id, row_id)] for row_id in row_ids]
         if self._recorder is not None:
@@ -433,7 +429,7 @@ class Round:
             **self.statistics.snapshot(),
             "dropped_proposals": self._drafter.stale + self._drafter.unusable,
             "refused_proposals": sum(self._drafter.refused.values()),
-            **({"lengths": lengths} if lengths else {}),
+            **({"lengths": {**lengths, "chosen_lengths": self._chosen_lengths()}} if lengths else {}),
         }
 
     def metrics(self) -> dict[str, Any]:
@@ -445,16 +441,19 @@ class Round:
         return {
             **self.statistics.counts(),
             "histograms": self.statistics.histograms(),
-            "picture_requests": self.statistics.picture_requests,
+            "picture_requests": self._picture_requests,
             "stale": drafter.stale,
             "unusable": drafter.unusable,
             "refused": {status.name.lower(): count for status, count in drafter.refused.items()},
             "chain": dict(self._chains),
-            "wanted": {str(k): count for k, count in sorted(self._wanted.items())},
+            "wanted": self._chosen_lengths(),
             "degraded": dict(drafter.degraded),
             "length_controller_failures": self._lengths.failures,
             "lengths": self._lengths.snapshot(),
         }
+
+    def _chosen_lengths(self) -> dict[str, int]:
+        return {str(k): count for k, count in sorted(self._wanted.items())}
 
     # Requests that come and go.
 
@@ -471,7 +470,7 @@ class Round:
             arrival.adapter,
             shows_pictures=has_pictures,
         )
-        self.statistics.picture_requests += has_pictures
+        self._picture_requests += has_pictures
         if prompt is None or (has_pictures and not self._is_text(token_ids)):
             request.max_drafts = 0
         if self._tracer is not None and (headers := carried(arrival.params).get("trace_headers")) is not None:
@@ -543,14 +542,7 @@ class Round:
             if not done.num_tokens:  # scheduled ahead for requests that had ended
                 continue
             period_s = self.steps[0].started_s - done.started_s
-            self.statistics.add_times(
-                RoundTimes(
-                    period_ms=period_s * 1e3,
-                    target_ms=done.target_s * 1e3,
-                    draft_ms=done.draft_work_us / 1e3,
-                    wait_ms=done.wait_s * 1e3,
-                )
-            )
+            self.statistics.add_times(period_s, done.target_s, done.draft_work_us / 1e6, done.wait_s)
             if done.decodes_only:
                 self._deadline.observe_step(period_s - done.wait_s)
                 self._lengths.observe_step(done.num_requests, done.num_tokens, period_s - done.wait_s)

@@ -1,4 +1,4 @@
-"""Orders the target's requests, bounds a long prompt's share of a step, and finds requests past their deadline.
+"""Orders the target's requests, and bounds a long prompt's share of a step.
 
 Requests are served by *virtual arrival*: when they came, plus a delay that grows with their size and ends at a limit.
 A small request overtakes large ones that came shortly before it; nobody is overtaken by one that came more than the
@@ -11,9 +11,6 @@ same limit.
 """
 
 from __future__ import annotations
-
-import heapq
-from collections.abc import Container
 
 DELAY_MS_PER_TOKEN = 2.0
 """Roughly the cost of a token of a long prompt on a small replica. Only differences between requests matter."""
@@ -29,9 +26,6 @@ _PRIORITY_STEP_MS = 1 << 43
 
 _MOST_CLOCKS = 1024
 """The number of callers' clocks above which those that have run out are dropped."""
-
-_SLACK = 64
-"""The number of deadlines that are kept however few of them still count."""
 
 MAX_OVERTAKING_S = 10.0
 """How much later a small request may come and still be served before a larger one that waits."""
@@ -82,30 +76,3 @@ def prefill_threshold(max_num_batched_tokens: int, num_prefills: int, at_least: 
     """
     share = int(max_num_batched_tokens * LONG_PREFILL_SHARE)
     return max(at_least, share // max(1, num_prefills))
-
-
-class Deadlines:
-    """Keeps the deadlines of an engine's requests, on its process's monotonic clock. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, str]] = []
-
-    def add(self, request_id: str, deadline_s: float, held: Container[str]) -> None:
-        """Adds a deadline. held: the ids that still count; deadlines of others are dropped once they are many."""
-        heapq.heappush(self._heap, (deadline_s, request_id))
-        # Requests mostly end long before their deadline, and that is not reported here.
-        if len(self._heap) > _SLACK and sum(name in held for _, name in self._heap) < len(self._heap) // 2:
-            self._heap = [entry for entry in self._heap if entry[1] in held]
-            heapq.heapify(self._heap)
-
-    def passed(self, now_s: float, held: Container[str]) -> list[str]:
-        """Returns the ids among held whose deadline has passed, each once."""
-        late = []
-        while self._heap and self._heap[0][0] <= now_s:
-            request_id = heapq.heappop(self._heap)[1]
-            if request_id in held:
-                late.append(request_id)
-        return late
-
-    def __len__(self) -> int:
-        return len(self._heap)

@@ -16,24 +16,10 @@ from outrider.actors.observability.histogram import Histogram, HistogramSnapshot
 from outrider.cluster.link.messages import DraftOrigin
 
 _WINDOW = 512
+_PARTS = ("period", "target", "draft", "wait")
 
 
-@dataclass(slots=True)
-class RoundTimes:
-    """Holds the milliseconds of one round."""
-
-    period_ms: float
-    target_ms: float
-    draft_ms: float
-    wait_ms: float
-    """The engine's wait for proposals, which includes the draft unless it was drafted ahead."""
-
-    @property
-    def other_ms(self) -> float:
-        return self.period_ms - self.target_ms - self.draft_ms
-
-
-@dataclass(slots=True)
+@dataclass
 class RoundStatistics:
     """Counts by request: a step that serves three requests is three rounds."""
 
@@ -67,16 +53,11 @@ class RoundStatistics:
     path_tokens: int = 0
     """Tokens committed beyond those of the main line."""
 
-    picture_requests: int = 0
-    """Requests that came with pictures."""
-
     draft_step_ms: float = 0.0
     """A step of the drafter, as it last reported."""
 
-    _times: deque[RoundTimes] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    _histograms: dict[str, Histogram] = field(
-        default_factory=lambda: {part: Histogram() for part in ("period", "target", "draft", "wait")}
-    )
+    _times_ms: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _histograms: dict[str, Histogram] = field(default_factory=lambda: {part: Histogram() for part in _PARTS})
 
     def count(self, num_drafts: int, num_committed: int) -> None:
         """Counts one request's round: num_drafts verified, num_committed tokens, of which the last was not drafted."""
@@ -105,29 +86,20 @@ class RoundStatistics:
         if step_us:
             self.draft_step_ms = step_us / 1e3
 
-    def add_times(self, times: RoundTimes) -> None:
-        self._times.append(times)
-        for part, histogram in self._histograms.items():
-            histogram.observe(getattr(times, f"{part}_ms") / 1e3)
+    def add_times(self, period_s: float, target_s: float, draft_s: float, wait_s: float) -> None:
+        """Adds the time of one step's rounds.
+
+        Args:
+            wait_s: of the engine for proposals, which includes the draft unless it was drafted ahead.
+        """
+        for part, seconds in zip(_PARTS, (period_s, target_s, draft_s, wait_s), strict=True):
+            self._histograms[part].observe(seconds)
+        parts_s = (period_s, target_s, draft_s, wait_s, period_s - target_s - draft_s)
+        self._times_ms.append(tuple(seconds * 1e3 for seconds in parts_s))
 
     def counts(self) -> dict[str, int]:
         """Returns every count by its field's name."""
-        return {
-            "rounds": self.rounds,
-            "drafted_rounds": self.drafted_rounds,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "late_rounds": self.late_rounds,
-            "proposals": self.proposals,
-            "proposal_bytes": self.proposal_bytes,
-            "main_line_hits": self.main_line_hits,
-            "side_branch_hits": self.side_branch_hits,
-            "misses": self.misses,
-            "foreseen": self.foreseen,
-            "path_rounds": self.path_rounds,
-            "path_rows": self.path_rows,
-            "path_tokens": self.path_tokens,
-        }
+        return {name: count for name, count in vars(self).items() if isinstance(count, int)}
 
     def histograms(self) -> dict[str, HistogramSnapshot]:
         """Returns ``period``, ``target``, ``draft`` and ``wait`` of all rounds, in seconds."""
@@ -135,13 +107,13 @@ class RoundStatistics:
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the public API's RoundStatistics by field. Times are medians over the last steps."""
-        times = list(self._times)
-        columns = ("period_ms", "target_ms", "draft_ms", "wait_ms", "other_ms")
-        medians = {name: median(getattr(t, name) for t in times) for name in columns} if times else {}
+        names = [f"{part}_ms" for part in (*_PARTS, "other")]
+        columns = zip(*self._times_ms, strict=True)  # none before the first round
+        medians = {name: median(column) for name, column in zip(names, columns, strict=False)}
         return {
             **self.counts(),
             "mean_acceptance_length": 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else 1.0,
             "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
             "draft_step_ms": self.draft_step_ms,
-            **({"median": {**medians, "samples": len(times)}} if times else {}),
+            **({"median": {**medians, "samples": len(self._times_ms)}} if medians else {}),
         }

@@ -43,7 +43,6 @@ from outrider.actors.serving.co_located import check_co_located
 from outrider.actors.serving.failures import silence_refusal_logs
 from outrider.actors.serving.launch import Launch
 from outrider.actors.serving.registry_client import CONTROL_TIMEOUT_S, RegistryClient
-from outrider.actors.vllm_adapter.watchdogs import HEARTBEAT, Heartbeat
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.drafter_registry import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
@@ -104,7 +103,6 @@ class Target:
             self._drafter = self._launch.start_drafter() if owned is not None else None
             await imports
             start_up.done("vllm imported by the replica")
-            self._heartbeat = Heartbeat()
             self._engine = self._start_engine()
             start_up.done("engine core and ranks started, model loaded")
             self._openai = await self._start_openai()
@@ -114,7 +112,6 @@ class Target:
         await self._engine.warm_up()
         start_up.done("target warmed up")
         self._engine.watch_steps(config.serving.step_watchdog_s)
-        self._heartbeat.start()
         if self._drafter is not None:
             await has_loaded(self._drafter)
             start_up.done("waiting for the drafter")
@@ -255,8 +252,6 @@ class Target:
 
     def __del__(self) -> None:
         """Shuts engine and drafter down. Serve calls this on a graceful shutdown."""
-        if (heartbeat := getattr(self, "_heartbeat", None)) is not None:
-            heartbeat.stop()
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.shutdown()
@@ -283,13 +278,13 @@ class Target:
         raise ConfigError(f"link: no link to the drafter within {_FIRST_LINK_TIMEOUT_S:g} s: {link['last_error']}")
 
     async def _verifier_status(self) -> dict[str, Any]:
-        return await _ask_rank_0(self._engine, "round_status")
+        return await _call_verifier(self._engine, "round_status")
 
     def _stats_for_routing(self) -> RoutingStats:
         engine = self._engine
 
         async def link_is_up() -> bool:
-            return bool((await _ask_rank_0(engine, "round_status"))["link"]["state"] == "up")
+            return bool((await _call_verifier(engine, "round_status"))["link"]["state"] == "up")
 
         asks_link = link_is_up if self._config.drafts_in_rounds else None
         return RoutingStats(engine.load, engine.kv_cache_tokens(), asks_link, engine.check_health)
@@ -300,7 +295,7 @@ class Target:
         owned = self._registry_client.member.drafter
         return ReplicaMetrics(
             name,
-            (lambda: _ask_rank_0(engine, "round_metrics")) if self._config.drafts_in_rounds else None,
+            (lambda: _call_verifier(engine, "round_metrics")) if self._config.drafts_in_rounds else None,
             None if owned is None else lambda: drafter_status(owned, ANSWER_WITHIN_S),
         )
 
@@ -308,10 +303,8 @@ class Target:
         from outrider.actors.vllm_adapter.prompts import configured_chat_template
         from outrider.actors.vllm_adapter.target_engine import TargetEngine
 
-        vllm_config = self._launch.target_vllm_config()
-        vllm_config.additional_config[HEARTBEAT] = self._heartbeat.path
         return TargetEngine(
-            vllm_config,
+            self._launch.target_vllm_config(),
             configured_chat_template(self._config),
             self._config.serving.structured_output,
             self._config.target.serves_lora,
@@ -369,7 +362,7 @@ def _import_engine() -> None:
         importlib.import_module(module)
 
 
-async def _ask_rank_0(engine: TargetEngine, method: str) -> dict[str, Any]:
+async def _call_verifier(engine: TargetEngine, method: str) -> dict[str, Any]:
     """Returns the reply of the rank that has one: rank 0 of the last stage."""
     replies = await engine.call_ranks(method)
     return next(reply for reply in replies if reply is not None)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -37,9 +36,9 @@ class Status(enum.IntFlag):
 
 @dataclass(frozen=True, eq=False)
 class Sampling:
-    """Holds sampling parameters by request, [B] each, of any integer or floating type, in the host's memory.
+    """Holds sampling parameters by request, [B] each, int64 or float32, in the host's memory.
 
-    mode: `Mode`. temperature: above 0, ignored in GREEDY. top_k: 0 or -1 for none. top_p in (0, 1], min_p in [0, 1].
+    mode: `Mode`. temperature: above 0, ignored in GREEDY. top_k: 0 for none. top_p in (0, 1], min_p in [0, 1].
     seed: 64 bits. In every mode but GREEDY a request without one needs a random seed of its own, from the operating
         system, never one that requests share.
     position: the position of the first row's token in the sequence, prompt included.
@@ -52,55 +51,6 @@ class Sampling:
     min_p: NDArray[Any]
     seed: NDArray[Any]
     position: NDArray[Any]
-
-    @classmethod
-    def uniform(
-        cls,
-        mode: Mode,
-        seed: NDArray[Any],
-        position: NDArray[Any],
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-    ) -> Sampling:
-        """Returns the same parameters for all requests, except for seed and position."""
-        count = len(seed)
-        return cls(
-            mode=np.full(count, int(mode)),
-            temperature=np.full(count, temperature),
-            top_k=np.full(count, top_k),
-            top_p=np.full(count, top_p),
-            min_p=np.full(count, min_p),
-            seed=seed,
-            position=position,
-        )
-
-    def checked(self, requests: int) -> Sampling:
-        """Returns the parameters as int64 and float32.
-
-        Raises:
-            ValueError: there are not as many as `requests`, or one is out of its range; the message names it.
-        """
-        for name, value in vars(self).items():
-            if len(value) != requests:
-                raise ValueError(f"{name} has {len(value)} values for {requests} requests")
-        real = ("temperature", "top_p", "min_p")
-        kinds = {name: np.float32 if name in real else np.int64 for name in vars(self)}
-        s = Sampling(**{name: np.asarray(value, kinds[name]) for name, value in vars(self).items()})
-        # NaN fails every comparison, so each must hold for a good value.
-        right = {
-            "mode": (s.mode >= 0) & (s.mode <= 3),
-            "temperature": (s.mode == 0) | ((s.temperature > 0) & (s.temperature < np.inf)),
-            "top_k": s.top_k >= -1,
-            "top_p": (s.top_p > 0) & (s.top_p <= 1),
-            "min_p": (s.min_p >= 0) & (s.min_p <= 1),
-            "position": (s.position >= 0) & (s.position < 2**31),
-        }
-        if not np.logical_and.reduce(list(right.values()), axis=None):
-            name, request = next((name, int(good.argmin())) for name, good in right.items() if not good.all())
-            raise ValueError(f"{name} of request {request} is out of range: {getattr(self, name)[request].item()}")
-        return s
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +67,8 @@ class VerificationBatch:
     """Holds one step's input, as tensors on the logits' device. `build` makes it.
 
     logits: float32 [R, V], after logits processors (penalties, bias, masks) and before temperature; never changed.
-    draft_ids: int64 [D]. q_ids: int64 [D, n] and q_probs: float32 [D, n], or None when no request has a q. A request
-    without q gets one-hot rows, which is the distribution of a drafter that does not sample.
+    draft_ids: int64 [D]. q_ids: int64 [D, n] and q_probs: float32 [D, n], or None when no request has a q: every
+    draft then counts as drawn with probability 1.
     num_drafts, first_row, first_draft: int64 [B]. row_request: int64 [R]. max_drafts: K.
     """
 
@@ -141,68 +91,52 @@ class VerificationBatch:
     def build(
         cls,
         logits: Tensor,
-        num_drafts: Tensor,
-        draft_ids: Tensor,
+        num_drafts: NDArray[np.int64],
+        draft_ids: NDArray[np.int64],
         sampling: Sampling,
-        q_ids: Tensor | None = None,
-        q_probs: Tensor | None = None,
-        has_q: Tensor | None = None,
+        q_ids: NDArray[np.int64] | None = None,
+        q_probs: NDArray[np.float32] | None = None,
     ) -> VerificationBatch:
         """Makes a batch, and copies parameters and proposals to the device in one copy that nobody waits for.
 
+        Bad contents of logits and proposals do not raise; they end up in `VerificationResult.status`.
+
         Args:
-            num_drafts: CPU tensor [B].
-            has_q: bool CPU tensor [B], which requests have a q; by default all, if there is a q.
-            draft_ids, q_ids, q_probs: as in the class, of any integer and floating type if in the host's memory.
+            logits, draft_ids, q_ids, q_probs: as in the class, all but the logits in the host's memory.
+            num_drafts: [B].
 
         Raises:
-            ValueError: shapes or parameters do not fit, a mistake of the caller. Bad contents of logits and proposals
-                do not raise; they end up in `VerificationResult.status`.
+            ValueError: the logits have not as many rows as drafts and requests need.
         """
         device, (rows, vocab_size) = logits.device, logits.shape
-        requests, drafts = len(num_drafts), len(draft_ids)
-        sampling = sampling.checked(requests)
-        counts = num_drafts.to(torch.int64).numpy()
-        if (counts < 0).any() or int(counts.sum()) != drafts or rows != drafts + requests:
-            raise ValueError(f"{rows} rows of logits and {drafts} drafts do not fit num_drafts of {requests} requests")
-        if logits.dtype != torch.float32:
-            raise ValueError(f"logits must be float32, found {logits.dtype}")
-        if (q_ids is None) != (q_probs is None) or (q_ids is not None and q_ids.shape != q_probs.shape):  # type: ignore[union-attr]
-            raise ValueError("q_ids and q_probs must have the same shape")
-        if q_ids is not None and (q_ids.shape[0] != drafts or q_ids.shape[1] > vocab_size):
-            raise ValueError(f"q is {list(q_ids.shape)} for {drafts} drafts and {vocab_size} tokens")
-
+        requests = len(num_drafts)
+        if rows != len(draft_ids) + requests:
+            raise ValueError(f"{rows} rows of logits do not fit {len(draft_ids)} drafts of {requests} requests")
         # The host does this in every step, and a small torch operation costs several times as much as numpy's.
         index = np.arange(requests)
-        first_draft = counts.cumsum() - counts
-        row_request = index.repeat(counts + 1)
+        first_draft = num_drafts.cumsum() - num_drafts
+        row_request = index.repeat(num_drafts + 1)
         limits, known = _constraints(sampling, vocab_size)
-        arrays = [counts, first_draft + index, first_draft, row_request]
+        arrays = [num_drafts, first_draft + index, first_draft, row_request]
         arrays += [sampling.mode, sampling.seed, sampling.position]
         arrays += [limit[row_request] for limit in limits]
-        sent: list[NDArray[Any]] = []
-        if draft_ids.device.type == "cpu":
-            sent = _proposals(draft_ids, q_ids, q_probs, None if has_q is None else has_q.numpy(), counts, vocab_size)
-        elif has_q is not None:
-            raise ValueError("has_q is for proposals in the host's memory")
-        parts = to_device(arrays + sent, device)
-        if sent:
-            draft_ids, q_ids, q_probs = [*parts[len(arrays) :], None, None][:3]
+        arrays += [draft_ids] if q_ids is None or q_probs is None else [draft_ids, q_ids, q_probs]
+        parts = to_device(arrays, device)
         return cls(
             logits=logits,
-            draft_ids=draft_ids,
-            q_ids=q_ids,
-            q_probs=q_probs,
+            draft_ids=parts[11],
+            q_ids=None if q_ids is None else parts[12],
+            q_probs=None if q_probs is None else parts[13],
             num_drafts=parts[0],
             first_row=parts[1],
             first_draft=parts[2],
             row_request=parts[3],
-            max_drafts=int(counts.max()) if requests else 0,
+            max_drafts=int(num_drafts.max()) if requests else 0,
             mode=parts[4],
             seed=parts[5],
             position=parts[6],
             constraints=Constraints(parts[7], parts[8], parts[9], parts[10], *known),
-            groups=_groups(sampling.mode, counts),
+            groups=_groups(sampling.mode, num_drafts),
         )
 
     @property
@@ -249,32 +183,10 @@ def leading(true: Tensor) -> Tensor:
     return true.cumprod(-1).sum(-1)
 
 
-def _proposals(
-    draft_ids: Tensor,
-    q_ids: Tensor | None,
-    q_probs: Tensor | None,
-    has_q: NDArray[np.bool_] | None,
-    counts: NDArray[np.int64],
-    vocab_size: int,
-) -> list[NDArray[Any]]:
-    """Returns draft_ids and, if there is a q, q_ids and q_probs, with one-hot rows for requests without q."""
-    drafts = draft_ids.to(torch.int64).contiguous().numpy()
-    if q_ids is None or q_probs is None:
-        return [drafts]
-    ids, probs = q_ids.to(torch.int64).contiguous().numpy(), q_probs.to(torch.float32).contiguous().numpy()
-    if has_q is not None and not has_q.all():
-        lacks = (~has_q).repeat(counts)
-        ids, probs = ids.copy(), probs.copy()
-        ids[lacks] = (drafts[lacks, None] + np.arange(ids.shape[1])) % vocab_size
-        ids[lacks, :1] = drafts[lacks, None]
-        probs[lacks] = np.arange(probs.shape[1]) == 0
-    return [drafts, ids, probs]
-
-
 def _constraints(s: Sampling, vocab_size: int) -> tuple[list[NDArray[Any]], tuple[int, bool, bool, bool]]:
     """Returns the arrays of `Constraints` by request, not yet by row, and the host's summary of them."""
     greedy = s.mode == 0
-    top_k = np.where(greedy | (s.top_k < 0) | (s.top_k >= vocab_size), 0, s.top_k)
+    top_k = np.where(greedy | (s.top_k >= vocab_size), 0, s.top_k)
     top_p, min_p, temperature = s.top_p, s.min_p, s.temperature
     if greedy.any():
         one, zero = np.float32(1), np.float32(0)

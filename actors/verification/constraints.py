@@ -17,9 +17,6 @@ from torch import Tensor
 PREFIX = 1024
 """Tokens that a CPU orders first. They hold top_p in most rows, and ordering all would take 14 times as long."""
 
-BINS, BIN_RANGE = 4096, 24.0
-"""Bins of log-probability below the likeliest token, and their range; the last bin takes what is below."""
-
 CHUNK_ELEMENTS = 1 << 19
 """Logits that a CPU works on at once, so that intermediate values stay in cache."""
 
@@ -117,38 +114,13 @@ def _top_p_thresholds(
         unlisted = (logits >= floor).sum(-1) - (ordered >= floor).sum(-1)
         mass = mass + unlisted * weight(floor).squeeze(1).to(torch.float64)
     if ordered is None:
-        if on_cpu:
-            ordered = logits.topk(min(PREFIX, logits.shape[1]), dim=-1).values
-        else:
+        few = on_cpu and logits.shape[1] > PREFIX
+        ordered = logits.topk(PREFIX, dim=-1).values if few else logits.sort(dim=-1, descending=True).values
+        aim = c.top_p * mass
+        if few and bool(((weight(ordered).sum(-1, dtype=torch.float64) < aim) & (c.top_p < 1)).any()):
             ordered = logits.sort(dim=-1, descending=True).values
     weights = weight(ordered).to(torch.float64)
     before = weights.cumsum(-1) - weights
-    aim = c.top_p * mass
-    kept = (before < aim.unsqueeze(1)) & (weights > 0)
+    kept = (before < (c.top_p * mass).unsqueeze(1)) & (weights > 0)
     last = (kept.sum(-1, keepdim=True) - 1).clamp_min(0)
-    result = ordered.gather(1, last).squeeze(1)
-    if on_cpu:
-        short = (before[:, -1] + weights[:, -1] < aim) & (c.top_p < 1) & (weights[:, -1] > 0)
-        for row in short.nonzero().flatten().tolist():
-            part = slice(row, row + 1)
-            scaled = (row_max[part] - logits[row]) / c.temperature[part]
-            result[row] = _threshold_by_bins(logits[row], scaled, threshold[row], c.top_p[row])
-    return result
-
-
-def _threshold_by_bins(logits: Tensor, below: Tensor, threshold: Tensor, top_p: Tensor) -> Tensor:
-    """Returns one row's top_p threshold, by the mass of equal bins and then the order inside one of them.
-
-    logits: float32 [V]; below: float32 [V], how far each is below the largest, divided by the temperature.
-    """
-    weight = torch.where(logits >= threshold, (-below).exp(), 0.0).to(torch.float64)
-    bin_of = (below * (BINS / BIN_RANGE)).clamp_(0, BINS - 1).to(torch.int64)
-    mass = torch.bincount(bin_of, weight, minlength=BINS)
-    before = mass.cumsum(0) - mass
-    aim = top_p * mass.sum()
-    reached = ((before < aim) & (mass > 0)).nonzero()[-1]
-    inside = (bin_of == reached).nonzero().squeeze(1)
-    values, order = logits[inside].sort(descending=True)
-    inside_weight = weight[inside][order]
-    kept = before[reached] + inside_weight.cumsum(0) - inside_weight < aim
-    return values[(kept & (inside_weight > 0)).nonzero()[-1]].squeeze(0)
+    return ordered.gather(1, last).squeeze(1)

@@ -32,20 +32,23 @@ FEW_TOKENS = 256
 """Up to so many tokens in a row, the exact noise of all of them is cheaper than ruling any out."""
 
 
-def coupled_choice(
+def coupled_ranking(
     logits: Tensor,
     temperature: Tensor,
     threshold: Tensor | None,
     row_max: Tensor,
     seed: Tensor,
     position: Tensor,
+    count: int = 1,
     few_tokens: bool = False,
     maxima: Tensor | None = None,
     subset: TokenSubset | None = None,
-) -> Tensor:
-    """Returns argmax_x(logits(x) / temperature + g(x)) over the tokens at or above the threshold, int64 [R].
+) -> tuple[Tensor, Tensor]:
+    """Returns the `count` tokens with the highest logits(x) / temperature + g(x), and their logits.
 
-    Among equals it is the lowest id. A row's choice does not depend on the other rows. All tensors are on the CPU.
+    The ids are int64 [R, count], the logits float32 [R, count]; the first token is the one chosen. Only tokens at or
+    above the threshold count. Among equals the lowest id is first. Where no token is left, an id is -1 (except in the
+    first column) and its logit minus infinity. A row does not depend on the other rows. All tensors are on the CPU.
 
     Args:
         logits: float32 [R, V].
@@ -55,27 +58,6 @@ def coupled_choice(
         few_tokens: the caller knows that few tokens of a row are at or above the threshold.
         maxima: the result of `search_maxima`, if the caller has it.
         subset: the tokens of the columns, if not all.
-    """
-    more = (row_max, seed, position, 1, few_tokens, maxima, subset)
-    return coupled_ranking(logits, temperature, threshold, *more)[0].squeeze(1)
-
-
-def coupled_ranking(
-    logits: Tensor,
-    temperature: Tensor,
-    threshold: Tensor | None,
-    row_max: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    count: int,
-    few_tokens: bool = False,
-    maxima: Tensor | None = None,
-    subset: TokenSubset | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the `count` tokens with the highest noisy scores, int64 [R, count], and their logits, float32 [R, count].
-
-    The first one is the choice of `coupled_choice`. Where no token is left, an id is -1 (except in the first column)
-    and its logit minus infinity.
     """
     rows, vocab_size = logits.shape
     floor = torch.full_like(row_max, -math.inf) if threshold is None else threshold

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.actors.verification.constraints import Constraints, thresholds
 from outrider.actors.verification.coupled import coupled_ranking
 from outrider.actors.verification.search import TokenSubset, search_maxima, top_n
-from outrider.actors.verification.torch_draws import DraftSample, draft_choice, greedy_in_numpy, greedy_in_torch
+from outrider.actors.verification.torch_draws import DraftSample, draft_choice, greedy_choice
 from outrider.cluster.modes import Mode
 
 
@@ -45,7 +45,7 @@ def sample_drafts(
             Greedy probabilities are those of temperature 1.
     """
     if mode is Mode.GREEDY:
-        return greedy_drafts(logits, subset, alternatives)
+        return greedy_choice(logits, subset, alternatives)
     maxima = search_maxima(logits) if logits.device.type == "cpu" else None
     temperature, threshold = constraints.temperature, None
     if mode is Mode.COUPLED or constraints.any:
@@ -55,11 +55,6 @@ def sample_drafts(
             return _coupled(logits, temperature, threshold, row_max, maxima, seed, position, subset, alternatives)
     noise = (seed, position, round_start)
     return truncated(logits, temperature, threshold, *noise, n, maxima, subset, alternatives)
-
-
-def greedy_drafts(logits: Tensor, subset: TokenSubset | None = None, alternatives: int = 0) -> DraftSample:
-    """Draws what `sample_drafts` draws in GREEDY mode."""
-    return (greedy_in_numpy if logits.device.type == "cpu" else greedy_in_torch)(logits, subset, alternatives)
 
 
 def _coupled(

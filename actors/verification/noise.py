@@ -132,14 +132,6 @@ def words(seed: Tensor, role: Role | Tensor, position: Tensor, block: Word = 0, 
     return philox4x32((block & MASK32, position & MASK32, role, round_start & MASK32), split_seed(seed))
 
 
-def uniform(seed: Tensor, role: Role, position: Tensor, index: Word = 0, round_start: Word = 0) -> Tensor:
-    """Returns float32 uniforms in (0, 1). seed, position, index, round_start: int64, broadcast together."""
-    index = index if isinstance(index, Tensor) else torch.full((), index, device=seed.device)
-    four = torch.stack(words(seed, role, position, index >> 2, round_start))
-    word = four.gather(0, (index & 3).expand(four.shape[1:]).unsqueeze(0)).squeeze(0)
-    return to_uniform(word)
-
-
 def uniform64(seed: Tensor, role: Role, position: Tensor, round_start: Word = 0) -> Tensor:
     """Returns float64 uniforms in (0, 1). seed, position, round_start: int64, broadcast together."""
     high, low, _, _ = words(seed, role, position, 0, round_start)

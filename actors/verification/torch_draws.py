@@ -1,10 +1,9 @@
-"""Draws draft tokens in torch and numpy: greedy, and from the n likeliest tokens. `triton_draws.py` is the GPU's."""
+"""Draws draft tokens in torch: greedy, and from the n likeliest tokens. `triton_draws.py` is the GPU's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,46 +34,8 @@ class DraftSample:
     usable: Tensor | None = None
 
 
-def greedy_in_numpy(logits: Tensor, subset: TokenSubset | None, alternatives: int) -> DraftSample:
-    """Draws the likeliest tokens on a CPU; among equals the draft is the lowest id.
-
-    numpy's calls cost less than torch's, its argmax reads a row once, and row by row the exponentials stay in cache.
-    """
-    z, ids = logits.numpy(), None if subset is None else subset.ids.numpy()
-    rows, vocab_size = z.shape
-    columns = z.argmax(1)[:, None]
-    top = z[np.arange(rows), columns[:, 0]]
-    if ids is not None:
-        # Columns are in any order, so the first of equal logits need not have the lowest id.
-        for row in range(rows):
-            equals = np.flatnonzero(z[row] == top[row])
-            if len(equals) > 1:
-                columns[row] = equals[ids[equals].argmin()]
-    usable = torch.from_numpy(np.isfinite(top))
-    if not alternatives:
-        chosen = columns[:, 0] if ids is None else ids[columns[:, 0]]
-        return DraftSample(torch.from_numpy(chosen), usable=usable)
-    columns = np.concatenate([columns, np.zeros((rows, alternatives), np.int64)], axis=1)
-    shares = np.zeros(columns.shape, np.float32)
-    left = np.empty(vocab_size, np.float32)
-    with np.errstate(invalid="ignore", over="ignore"):  # rows that are not finite
-        for row in range(rows):
-            np.exp(np.subtract(z[row], top[row], out=left), out=left)
-            total, best = left.sum(), columns[row, 0]
-            shares[row, 0] = left[best]
-            for place in range(1, min(1 + alternatives, vocab_size)):
-                left[best] = -1.0
-                columns[row, place] = best = left.argmax()
-                shares[row, place] = left[best]
-            shares[row] /= total
-    ranked, none_left = columns if ids is None else ids[columns], ~(shares[:, 1:] > 0.0)
-    ranked[:, 1:][none_left], shares[:, 1:][none_left] = -1, 0.0
-    ranked = torch.from_numpy(ranked)
-    return DraftSample(ranked[:, 0], None, None, ranked[:, 1:], torch.from_numpy(shares), usable)
-
-
-def greedy_in_torch(logits: Tensor, subset: TokenSubset | None, alternatives: int) -> DraftSample:
-    """Draws what `greedy_in_numpy` draws, without waiting for a GPU."""
+def greedy_choice(logits: Tensor, subset: TokenSubset | None = None, alternatives: int = 0) -> DraftSample:
+    """Draws what `sample_drafts` draws in GREEDY mode, without waiting for a GPU. The lowest id wins among equals."""
     maxima = search_maxima(logits)
     row_max = maxima.amax(-1)
     if subset is None:

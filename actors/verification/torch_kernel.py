@@ -26,7 +26,7 @@ from outrider.actors.verification.batch import (
     valid_q,
 )
 from outrider.actors.verification.constraints import thresholds
-from outrider.actors.verification.coupled import FEW_TOKENS, coupled_choice
+from outrider.actors.verification.coupled import FEW_TOKENS, coupled_ranking
 from outrider.actors.verification.noise import Role, to_uniform, to_uniform64, words
 from outrider.actors.verification.search import argmax, search_maxima, tile_size
 from outrider.cluster.modes import Mode
@@ -44,9 +44,7 @@ def verify(batch: VerificationBatch) -> VerificationResult:
     good_row = layout.of_rows(scanned.row_max.abs() < math.inf)
     choice = layout.of_rows(scanned.choice)
     sampled = None
-    valid = valid_ids(draft_ids, batch.vocab_size)
-    if layout.inside is not None:
-        valid &= layout.inside
+    valid = valid_ids(draft_ids, batch.vocab_size) & layout.inside
     if scanned.tile_mass is not None:
         sampled = (batch.mode == Mode.REJECTION) | (batch.mode == Mode.BLOCK)
         if batch.q_ids is not None and batch.q_probs is not None:
@@ -77,31 +75,25 @@ def verify(batch: VerificationBatch) -> VerificationResult:
 
 
 class Layout:
-    """Gathers values of rows and drafts by request, without index tensors when all requests have K drafts.
+    """Gathers values of rows and drafts by request.
 
-    column: int64 [K + 1], 0, 1 and so on. inside: bool [B, K], or None when all requests have K drafts.
+    column: int64 [K + 1], 0, 1 and so on. row: int64 [B, K + 1] and draft: int64 [B, K], the indices; one that does not
+    exist is clamped, and its value never used. inside: bool [B, K], whether the request has such a draft.
     """
 
     def __init__(self, batch: VerificationBatch) -> None:
-        requests, K, device = len(batch.num_drafts), batch.max_drafts, batch.logits.device
-        self.shape = requests, K
-        self.even = len(batch.draft_ids) == requests * K
-        self.inside: Tensor | None = None
-        self.column = torch.arange(K + 1, device=device)
-        if not self.even:
-            # Where a request has no such draft, the index is clamped and its value never used.
-            self.row = (batch.first_row.unsqueeze(1) + self.column).clamp_max(len(batch.logits) - 1)
-            self.draft = (batch.first_draft.unsqueeze(1) + self.column[:K]).clamp_max(len(batch.draft_ids) - 1)
-            self.inside = self.column[:K] < batch.num_drafts.unsqueeze(1)
+        self.column = torch.arange(batch.max_drafts + 1, device=batch.logits.device)
+        self.row = (batch.first_row.unsqueeze(1) + self.column).clamp_max(len(batch.logits) - 1)
+        self.draft = (batch.first_draft.unsqueeze(1) + self.column[:-1]).clamp_max(len(batch.draft_ids) - 1)
+        self.inside = self.column[:-1] < batch.num_drafts.unsqueeze(1)
 
     def of_rows(self, values: Tensor) -> Tensor:
         """Returns [B, K + 1, ...] from [R, ...]."""
-        requests, K = self.shape
-        return values.view(requests, K + 1, *values.shape[1:]) if self.even else values[self.row]
+        return values[self.row]
 
     def of_drafts(self, values: Tensor) -> Tensor:
         """Returns [B, K, ...] from [D, ...]."""
-        return values.view(*self.shape, *values.shape[1:]) if self.even else values[self.draft]
+        return values[self.draft]
 
 
 def _rejection(batch: VerificationBatch, scanned: RowScan, layout: Layout, usable: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +105,7 @@ def _rejection(batch: VerificationBatch, scanned: RowScan, layout: Layout, usabl
     assert scanned.tile_mass is not None
     assert scanned.total is not None
     V, logits, temperature = batch.vocab_size, batch.logits, batch.constraints.temperature
-    requests, K = layout.shape
+    requests, K = layout.inside.shape
     considered = layout.column[:K] < usable.unsqueeze(1)
     draft_ids = layout.of_drafts(batch.draft_ids).unsqueeze(2)
     if batch.q_ids is None or batch.q_probs is None:
@@ -127,7 +119,7 @@ def _rejection(batch: VerificationBatch, scanned: RowScan, layout: Layout, usabl
     def of_draft_rows(values: Tensor) -> Tensor:
         return layout.of_rows(values)[:, :K].unsqueeze(2)
 
-    value = logits[(batch.first_row.unsqueeze(1) + layout.column[:K]).clamp_max(len(logits) - 1).unsqueeze(2), q_ids]
+    value = logits[layout.row[:, :K].unsqueeze(2), q_ids]
     p = ((value - of_draft_rows(scanned.row_max)) / of_draft_rows(temperature)).exp()
     if scanned.threshold is not None:
         p = torch.where(value >= of_draft_rows(scanned.threshold), p, 0.0)
@@ -249,18 +241,17 @@ def scan(batch: VerificationBatch) -> RowScan:
             choices.append(argmax(logits[part], row_max[part], part_maxima))
         elif group.mode is Mode.COUPLED:
             request = batch.row_request[part]
-            choices.append(
-                coupled_choice(
-                    logits[part],
-                    constraints.temperature[part],
-                    floor,
-                    row_max[part],
-                    batch.seed[request],
-                    row_position(batch, part),
-                    few_tokens=constraints.all_top_k and constraints.max_top_k <= FEW_TOKENS,
-                    maxima=part_maxima,
-                )
+            ranking, _ = coupled_ranking(
+                logits[part],
+                constraints.temperature[part],
+                floor,
+                row_max[part],
+                batch.seed[request],
+                row_position(batch, part),
+                few_tokens=constraints.all_top_k and constraints.max_top_k <= FEW_TOKENS,
+                maxima=part_maxima,
             )
+            choices.append(ranking.squeeze(1))
         else:
             assert tile_mass is not None
             _add_mass(tile_mass[part], logits[part], row_max[part], constraints.temperature[part], floor)

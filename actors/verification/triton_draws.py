@@ -87,7 +87,7 @@ def coupled_choice(
     position: Tensor,
     token_ids: Tensor | None = None,
 ) -> Tensor:
-    """Returns what `coupled.coupled_choice` returns, int64 [R], without waiting for the GPU.
+    """Returns the first token of `coupled.coupled_ranking`, int64 [R], without waiting for the GPU.
 
     Shapes as there; token_ids: int64 [V], the tokens of its subset.
     """

@@ -176,15 +176,6 @@ class DraftEngine:
         drawn: list[list[Drawn]] = results[0]
         return drawn
 
-    def count_graphs(self) -> None:
-        """Starts to count which CUDA graphs steps use. Call it once."""
-        self._core.model_executor.collective_rpc("count_graphs")
-
-    def take_graph_hits(self) -> dict[str, int]:
-        """Returns the first rank's steps since the last call, by graph mode and padded tokens."""
-        hits: list[dict[str, int]] = self._core.model_executor.collective_rpc("take_graph_hits")
-        return hits[0]
-
     @property
     def kv_cache_usage(self) -> float:
         return self._kv.usage

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,7 +79,6 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
     _head: CutHead | None = None
     _adapters: Sequence[LoRARequest] = ()
     _mask_id: int | None = None
-    _graph_hits: Counter[str]
 
     @torch.inference_mode()
     def draft(self, plan: StepPlan) -> list[list[Drawn]]:
@@ -134,22 +132,3 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
     def cut_head(self, token_ids: list[int]) -> None:
         """Cuts the output head to these tokens."""
         self._head = CutHead(self.model_runner.model, token_ids)
-
-    def count_graphs(self) -> None:
-        """Starts to count the CUDA graphs that vLLM's dispatcher chooses. Call it once."""
-        hits = self._graph_hits = Counter()
-        dispatcher = self.model_runner.cudagraph_dispatcher
-        inner = dispatcher.dispatch
-
-        def dispatch(*args: Any, **kwargs: Any) -> Any:
-            mode, descriptor = inner(*args, **kwargs)
-            hits[f"{mode.name} {descriptor.num_tokens}"] += 1
-            return mode, descriptor
-
-        dispatcher.dispatch = dispatch
-
-    def take_graph_hits(self) -> dict[str, int]:
-        """Returns the steps since the last call by mode and padded tokens (``FULL 16``). A CPU has none."""
-        found = dict(self._graph_hits)
-        self._graph_hits.clear()
-        return found

@@ -1,6 +1,6 @@
 """Runs vLLM's ranks as Ray actors on the bundles, cores and actor names of a RankPlacement.
 
-It differs from vLLM's ``RayExecutorV2`` in six ways:
+It differs from vLLM's ``RayExecutorV2`` in five ways:
 
 - It connects to a given cluster and namespace and uses the placement group it is given. vLLM's insists on a Ray device
   key, which the CPU platform lacks.
@@ -8,12 +8,10 @@ It differs from vLLM's ``RayExecutorV2`` in six ways:
 - It binds a CPU rank's threads to the rank's cores before torch starts any.
 - Its ranks rendezvous at a store that listens on one address only.
 - It asks for drafts together with the step that they follow.
-- It watches the replica that it runs for.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +26,6 @@ from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
 from outrider.actors.vllm_adapter.async_drafts import AsyncDraftVllmConfig
-from outrider.actors.vllm_adapter.watchdogs import HEARTBEAT, kill_stalled_replica
 from outrider.cluster.link.rendezvous import open_store
 from outrider.cluster.placement import NAMESPACE, RankPlacement, bind_to
 
@@ -100,8 +97,6 @@ class RayRanksExecutor(RayExecutorV2):
             super()._init_executor()
         for queue in self.response_mqs:
             sleep_early(queue)
-        if (heartbeat := self.vllm_config.additional_config.get(HEARTBEAT)) is not None:
-            threading.Thread(target=kill_stalled_replica, args=(heartbeat,), name="replica-watch", daemon=True).start()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         output = super().execute_model(scheduler_output, non_block=non_block)

@@ -113,22 +113,18 @@ class PathRows:
             scheduled.finished_req_ids = {*scheduled.finished_req_ids, *self._rows}
             self._rows = {}
 
-    def add(self, scheduled: Any, step: Step, paths: Sequence[tuple[str, list[int]]]) -> None:
-        """Adds path rows to a step that has been reconciled, in this order, as far as there is room.
-
-        Args:
-            paths: request ids, each with the drafts of a further path, no more than the request has slots.
-        """
+    def add(self, scheduled: Any, step: Step) -> None:
+        """Adds path rows to a step that has been reconciled, in the order of its paths, as far as there is room."""
         runner, batch = self._runner, self._runner.input_batch
         free, copies = iter(self._reserve), []
         num_free = len(self._reserve)
         num_rows = len(scheduled.num_scheduled_tokens)
         resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
-        for number, (request_id, ids) in enumerate(paths):
+        for number, (request_id, path) in enumerate(step.paths):
             index = batch.req_id_to_index.get(request_id)
             if index is None or request_id in resumed:  # its blocks are other ones now
                 continue
-            state = runner.requests[request_id]
+            state, ids = runner.requests[request_id], list(path.token_ids)
             length = state.num_tokens
             first, last = (length - 1) // self._block_size, (length - 1 + len(ids)) // self._block_size
             total = scheduled.total_num_scheduled_tokens + 1 + len(ids)
@@ -141,7 +137,7 @@ class PathRows:
                 copies.append((own[first], private[0]))
             row_id = f"{request_id}/path-{number}"
             self._rows[row_id] = _Row(request_id, first, private)
-            step.add_path(row_id, number, request_id, ids)
+            step.add_path(row_id, request_id, path)
             scheduled.scheduled_new_reqs.append(
                 NewRequestData(
                     req_id=row_id,

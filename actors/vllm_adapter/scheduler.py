@@ -16,8 +16,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request, RequestStatus
 
-from outrider.actors.round.request import EXTRA_ARGS_KEY
-from outrider.actors.round.scheduling import MAX_OVERTAKING_S, Deadlines, FairOrder, prefill_threshold
+from outrider.actors.round.request import carried
+from outrider.actors.round.scheduling import MAX_OVERTAKING_S, FairOrder, prefill_threshold
 from outrider.actors.vllm_adapter.async_drafts import AsyncDraftScheduler
 from outrider.actors.vllm_adapter.path_rows import PathReserve
 from outrider.actors.vllm_adapter.pipeline_stages import StagedScheduling
@@ -46,7 +46,7 @@ class FairScheduling(_Scheduler):
             self._arrival_clock(),
             request.num_prompt_tokens,
             request.max_tokens,
-            caller=_ours(request).get("caller", 0) if self._by_caller else 0,
+            caller=carried(request.sampling_params).get("caller", 0) if self._by_caller else 0,
             priority=request.priority,
             answer=_answer_index(request.request_id),
         )
@@ -88,20 +88,22 @@ class RoundScheduling:
     def __init__(self, *args: Any, clock: Callable[[], float] = time.monotonic, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         serve_both(self.structured_output_manager)  # type: ignore[attr-defined]
-        self._deadlines = Deadlines()
+        self._deadlines: dict[str, float] = {}
         self._clock = clock
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)  # type: ignore[misc]
-        if (timeout_s := _timeout_s(request)) is not None:
-            self._deadlines.add(request.request_id, self._clock() + timeout_s, self.requests)
+        if (timeout_s := carried(request.sampling_params).get("timeout_s")) is not None:
+            self._deadlines[request.request_id] = self._clock() + timeout_s
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Ends requests whose deadline has passed, running or waiting, before scheduling the next step.
 
         Their front end reports it to clients, by the same deadline.
         """
-        if late := self._deadlines.passed(self._clock(), self.requests):
+        now_s = self._clock()
+        self._deadlines = {each: at_s for each, at_s in self._deadlines.items() if each in self.requests}
+        if late := [request_id for request_id, at_s in self._deadlines.items() if at_s <= now_s]:
             self.finish_requests(late, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined]
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
@@ -142,15 +144,3 @@ class AsyncRoundScheduler(RoundScheduling, FairScheduling, AsyncScheduler):
 def _as_of_now(metrics: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
     """Copies the counts, since vLLM goes on counting while another thread serializes them."""
     return RequestSpecDecodeMetrics(metrics.num_spec_tokens, list(metrics.histogram), metrics.num_draft_tokens)
-
-
-def _ours(request: Any) -> dict[str, Any]:
-    """Returns our options of a request, from its extra_args."""
-    params = request.sampling_params
-    ours: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
-    return ours
-
-
-def _timeout_s(request: Request) -> float | None:
-    timeout_s: float | None = _ours(request).get("timeout_s")
-    return timeout_s

@@ -47,8 +47,8 @@ from outrider.actors.vllm_adapter.engine_requests import (
 from outrider.actors.vllm_adapter.error_text import keep_client_text_out_of_logs
 from outrider.actors.vllm_adapter.input_parameters import serve_all_parameters
 from outrider.actors.vllm_adapter.prompts import PromptTokenizer
+from outrider.actors.vllm_adapter.step_watchdog import WATCH_EVERY_S, StepWatchdog
 from outrider.actors.vllm_adapter.updatable_llm import UpdatableLLM
-from outrider.actors.vllm_adapter.watchdogs import WATCH_EVERY_S, StepWatchdog
 from outrider.actors.vllm_adapter.work_meter import WorkMeter
 
 logger = logging.getLogger("ray.serve.outrider.target")
@@ -58,8 +58,8 @@ VLLM_LIMITS = {"VLLM_MAX_N_SEQUENCES": "64", "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "
 (vLLM's default is 16384), and no redirects from allowed_media_domains to other hosts."""
 
 
-class EngineLoad:
-    """Keeps running and waiting requests, KV usage and preemptions of one engine."""
+class EngineLoad(StatLoggerBase):
+    """Keeps running and waiting requests, KV usage and preemptions of one engine, from vLLM's statistics."""
 
     def __init__(self) -> None:
         self.running = self.waiting = 0
@@ -77,31 +77,20 @@ class EngineLoad:
             "preemptions": self.preemptions,
         }
 
-    def factory(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
-        """Makes a statistics logger, for AsyncLLM's stat_loggers."""
-        return _Recorder(self)
-
-
-class _Recorder(StatLoggerBase):
-    """Writes vLLM's statistics to an EngineLoad."""
-
-    def __init__(self, load: EngineLoad) -> None:
-        self._load = load
-
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         """Records one step. vLLM calls it with each output of the engine, with or without tokens."""
-        if self._load.on_step is not None:
-            self._load.on_step()
+        if self.on_step is not None:
+            self.on_step()
         if scheduler_stats is not None:
-            self._load.running = scheduler_stats.num_running_reqs
-            self._load.waiting = scheduler_stats.num_waiting_reqs
-            self._load.kv_cache_usage = scheduler_stats.kv_cache_usage
+            self.running = scheduler_stats.num_running_reqs
+            self.waiting = scheduler_stats.num_waiting_reqs
+            self.kv_cache_usage = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
-            self._load.preemptions += iteration_stats.num_preempted_reqs
-            self._load.work.stepped(
+            self.preemptions += iteration_stats.num_preempted_reqs
+            self.work.stepped(
                 iteration_stats.num_prompt_tokens + iteration_stats.num_generation_tokens,
                 ((each.num_prompt_tokens, each.num_generation_tokens) for each in iteration_stats.finished_requests),
-                busy=bool(self._load.running or self._load.waiting),
+                busy=bool(self.running or self.waiting),
             )
 
     def log_engine_initialized(self) -> None:
@@ -176,7 +165,7 @@ class TargetEngine:
         for name, limit in VLLM_LIMITS.items():
             os.environ.setdefault(name, limit)
         self._load = EngineLoad()
-        self._llm = UpdatableLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
+        self._llm = UpdatableLLM.from_vllm_config(vllm_config, stat_loggers=[lambda *_: self._load])
         serve_all_parameters(self._llm.input_processor, vllm_config)
         self._structured_output: Mode = structured_output
         self._report_cached_tokens = report_cached_tokens

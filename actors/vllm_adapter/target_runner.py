@@ -167,10 +167,9 @@ class RoundRunner:
                 for request_id in request_ids
             ]
             chosen = self.round.settle(step, request_ids, room)  # and the drafts are the step's, with their q
-        paths = [(request_id, list(path.token_ids)) for request_id, path in step.paths]
         group = get_tp_group()
         if group.world_size > 1:  # rank 0's, over shared memory where the ranks share a node
-            chosen, paths = group.broadcast_object((chosen, paths))
+            chosen, step.paths = group.broadcast_object((chosen, step.paths))
         drafts = dict(zip(request_ids, chosen, strict=True))
         if self.round is None:
             step.drafts = {request_id: Draft(list(ids)) for request_id, ids in drafts.items() if ids}
@@ -181,7 +180,7 @@ class RoundRunner:
             {request_id: known[request_id].num_tokens for request_id in scheduled.scheduled_cached_reqs.req_ids},
         )
         if self._path_rows is not None:
-            self._path_rows.add(scheduled, step, paths)
+            self._path_rows.add(scheduled, step)
         step.count(scheduled.num_scheduled_tokens)
 
     def enable_path_rows(self, speculation: SpeculationConfig) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -46,7 +47,7 @@ class TargetSampler:
             raise ValueError(f"logprobs_mode {sampler.logprobs_mode!r} is not supported; leave it at raw_logprobs")
         self._sampler, self._device = sampler, device
         self._verify = kernel_for(device)
-        kinds: tuple[Any, ...] = (_MinTokens, LogitBiasLogitsProcessor)
+        kinds: tuple[Any, ...] = (MinTokensLogitsProcessor, LogitBiasLogitsProcessor)
         self._processors = LogitsProcessors(kind(vllm_config, device, is_pin_memory=False) for kind in kinds)
         self._num_rows = 0
         """The rows that the processors were last told of."""
@@ -192,20 +193,6 @@ class TargetSampler:
         return likely
 
 
-class _MinTokens(MinTokensLogitsProcessor):
-    """Applies min_tokens without waiting for the device, as vLLM's does where a request has a grammar too."""
-
-    def _mask_stop_token_logits(
-        self, logits: Tensor, logits_slice: tuple[Tensor, Tensor], restore_logits_slice: tuple[Tensor, Tensor]
-    ) -> None:
-        """Forbids stop tokens, except in rows whose grammar allows nothing else. Slices: rows and tokens."""
-        rows, _ = restore_logits_slice
-        stops = logits[restore_logits_slice]
-        logits.index_put_(logits_slice, self.neg_inf_tensor)
-        kept = logits.amax(-1).isneginf()[rows] & stops.isfinite()
-        logits.index_put_(restore_logits_slice, torch.where(kept, stops, self.neg_inf_tensor))
-
-
 def _is_processed(requests: Sequence[Request], metadata: SamplingMetadata) -> bool:
     return (
         not metadata.no_penalties
@@ -241,25 +228,19 @@ def verification_batch(
         positions: in the sequence, of the token of a request's first row.
         q: as in Draft.
     """
-    num_drafts = [len(ids) for ids in drafts]
-    q_ids, q_probs, has_q = _q_rows(q, num_drafts)
-    return VerificationBatch.build(
-        logits,
-        _on_host(num_drafts),
-        _on_host([token for ids in drafts for token in ids]),
-        Sampling(
-            mode=np.array([int(each.mode) for each in samplings]),
-            temperature=np.array([each.temperature for each in samplings], np.float32),
-            top_k=np.array([each.top_k for each in samplings]),
-            top_p=np.array([each.top_p for each in samplings], np.float32),
-            min_p=np.array([each.min_p for each in samplings], np.float32),
-            seed=np.array([each.seed for each in samplings]),
-            position=np.array(positions),
-        ),
-        q_ids=q_ids,
-        q_probs=q_probs,
-        has_q=has_q,
+    num_drafts = np.array([len(ids) for ids in drafts], np.int64)
+    draft_ids = np.array([token for ids in drafts for token in ids], np.int64)
+    sampling = Sampling(
+        mode=np.array([int(each.mode) for each in samplings], np.int64),
+        temperature=np.array([each.temperature for each in samplings], np.float32),
+        top_k=np.array([each.top_k for each in samplings], np.int64),
+        top_p=np.array([each.top_p for each in samplings], np.float32),
+        min_p=np.array([each.min_p for each in samplings], np.float32),
+        seed=np.array([each.seed for each in samplings], np.int64),
+        position=np.array(positions, np.int64),
     )
+    q_rows = _q_rows(q, num_drafts.tolist(), draft_ids, logits.shape[1])
+    return VerificationBatch.build(logits, num_drafts, draft_ids, sampling, *q_rows)
 
 
 def _uniform_q(num_drafts: int, n: int) -> SparseQ | None:
@@ -270,27 +251,23 @@ def _uniform_q(num_drafts: int, n: int) -> SparseQ | None:
     return SparseQ(ids, np.full(ids.shape, 1 / n, dtype=np.float32))
 
 
-def _on_host(values: Sequence[int]) -> Tensor:
-    return torch.from_numpy(np.array(values, np.int64))  # torch takes longer for a list
-
-
 def _q_rows(
-    q: Sequence[SparseQ | None], num_drafts: Sequence[int]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns ids and probabilities of all drafts' q, [D, n] each, and which requests have one, [B].
+    q: Sequence[SparseQ | None], num_drafts: Sequence[int], draft_ids: NDArray[np.int64], vocab_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]] | tuple[()]:
+    """Returns ids and probabilities of all drafts' q, [D, n] each; nothing where no request has a q.
 
-    All of one link have the same n.
+    A request without q gets one-hot rows, the distribution of a drafter that does not sample. All q of one link have
+    the same n.
     """
-    present = [entry for entry in q if entry is not None]
-    if not present:
-        return None, None, None
-    n = present[0].ids.shape[1]
-    q_ids = torch.zeros(sum(num_drafts), n, dtype=torch.int32)
-    q_probs = torch.zeros(sum(num_drafts), n)
+    n = next((entry.ids.shape[1] for entry in q if entry is not None), 0)
+    if not n:
+        return ()
+    ids = (draft_ids[:, None] + np.arange(n)) % vocab_size
+    probs = np.zeros(ids.shape, np.float32)
+    probs[:, 0] = 1.0
     start = 0
     for entry, count in zip(q, num_drafts, strict=True):
         if entry is not None:
-            q_ids[start : start + count] = torch.from_numpy(entry.ids[:count])
-            q_probs[start : start + count] = torch.from_numpy(entry.probs[:count])
+            ids[start : start + count], probs[start : start + count] = entry.ids[:count], entry.probs[:count]
         start += count
-    return q_ids, q_probs, torch.tensor([entry is not None for entry in q])
+    return ids, probs

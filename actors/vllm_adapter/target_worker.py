@@ -93,13 +93,13 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             spare_batches(self.model_runner.lora_manager)
 
     def _make_round(self, config: OutriderConfig, sampler: TargetSampler) -> Round:
-        drafts = config.drafts_in_rounds
-        tracer = process_tracer("verifier") if drafts else None
+        k = config.num_speculative_tokens if config.drafts_in_rounds else 0
+        tracer = process_tracer("verifier") if config.drafts_in_rounds else None
         learn = config.drafter.learn if isinstance(config.drafter, DraftModelConfig) else None
         deployment = Deployment(
             verification=config.speculation.default_verification,
             num_paths=config.speculation.num_paths,
-            num_speculative_tokens=config.num_speculative_tokens if drafts else 0,
+            num_speculative_tokens=k,
             draft_top_n=config.speculation.draft_top_n,
             vocab_size=self.model_config.get_vocab_size(),
             max_model_len=self.model_config.max_model_len,
@@ -110,7 +110,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             sampler,
             deployment,
             config.link,
-            self._lengths(config) if drafts else FixedLengths(0),
+            LengthController(k) if k and config.speculation.adaptive else FixedLengths(k),
             names_requests=config.serving.log_format == "json",
             tracer=None if tracer is None else RoundTracer(tracer),
             recorder=None if learn is None else LearningRecorder(target_top_k),
@@ -135,12 +135,6 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
 
         return HiddenStateDrafter(load, self._decoder(config), round_.offer_link)
 
-    def _lengths(self, config: OutriderConfig) -> LengthController | FixedLengths:
-        k = config.num_speculative_tokens
-        if not config.speculation.adaptive:
-            return FixedLengths(k)
-        return LengthController(k)
-
     def execute_model(self, scheduler_output: Any) -> Any:
         """Samples in the same call unless a grammar's masks are to come: vLLM then spares a message each way."""
         output = super().execute_model(scheduler_output)
@@ -157,8 +151,6 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         pipeline_stages.make_room_between(self.model_runner)
-        if self.device.type == "cpu":  # elsewhere vLLM has had the runner do it
-            self.model_runner.warm_up_sampler()
         if isinstance(self._keeper, HiddenStateDrafter) and self._round is not None:
             deployment = self._round.deployment
             self._keeper.warm_up(deployment.num_speculative_tokens, deployment.draft_top_n)

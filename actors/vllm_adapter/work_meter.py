@@ -22,9 +22,6 @@ USUAL_PROMPT_TOKENS, USUAL_ANSWER_TOKENS = 256.0, 256.0
 _LATEST = 1 / 16
 """The weight of the latest request in the average size."""
 
-_PART_S = 0.25
-"""Tokens that arrive within this time are counted together."""
-
 
 class WorkMeter:
     """Measures throughput and request sizes. Call `stepped` with each output of the engine."""
@@ -32,8 +29,8 @@ class WorkMeter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._busy_since: float | None = None
-        self._parts: deque[tuple[float, int]] = deque()
-        """Each part's end and its tokens."""
+        self._steps: deque[tuple[float, int]] = deque()
+        """The end of each step in the window, and its tokens."""
 
         self._most = 0.0
         """The highest throughput, decayed, in tokens per second."""
@@ -54,15 +51,13 @@ class WorkMeter:
         if self._busy_since is None:
             self._looked_s = now
             self._busy_since = now  # when this step began is not known, so its tokens do not count
-        elif self._parts and now - self._parts[-1][0] < _PART_S:
-            self._parts[-1] = (self._parts[-1][0], self._parts[-1][1] + num_tokens)
         else:
             self._look(now)
-            self._parts.append((now, num_tokens))
+            self._steps.append((now, num_tokens))
         if not busy:
             self._look(now)
             self._busy_since = None
-            self._parts.clear()
+            self._steps.clear()
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,8 +81,8 @@ class WorkMeter:
         assert self._busy_since is not None
         self._most *= 0.5 ** ((now - self._looked_s) / HALF_LIFE_S)
         self._looked_s = now
-        while self._parts and self._parts[0][0] <= now - WINDOW_S:
-            self._parts.popleft()
+        while self._steps and self._steps[0][0] <= now - WINDOW_S:
+            self._steps.popleft()
         span_s = min(WINDOW_S, now - self._busy_since)
         if span_s >= SHORTEST_S:
-            self._most = max(self._most, sum(tokens for _, tokens in self._parts) / span_s)
+            self._most = max(self._most, sum(tokens for _, tokens in self._steps) / span_s)

@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.actors.verification.batch import Sampling, VerificationBatch
 from outrider.actors.verification.dispatch import kernel_for
 from outrider.cluster.modes import Mode
+from tests.unit.verification.arrays import build, uniform
 
 N = 64
 
@@ -81,11 +81,11 @@ def our_side(case: Case, inputs: Inputs, B: int, K: int) -> Callable[[Tensor], T
     verify = kernel_for(inputs.logits.device)
     num_drafts = torch.full((B,), K)
     seed, position = torch.arange(B), torch.full((B,), 100)
-    sampling = Sampling.uniform(case.mode, seed, position, case.temperature, top_p=case.top_p)
+    sampling = uniform(case.mode, seed, position, case.temperature, top_p=case.top_p)
     q = (inputs.q_ids, inputs.q_probs) if case.with_q else (None, None)
 
     def run(logits: Tensor) -> Tensor:
-        return verify(VerificationBatch.build(logits, num_drafts, inputs.draft_ids, sampling, *q)).token_ids
+        return verify(build(logits, num_drafts, inputs.draft_ids, sampling, *q)).token_ids
 
     return run
 

@@ -17,6 +17,7 @@ REFERENCE = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float3
 
 from tests.cuda_build import h100  # noqa: F401 - before vLLM, which is then imported on the virtual GPU
 from tests.cuda_build.virtual_gpu import GPU, no_engine_left
+from tests.draft_engine_rounds import GraphHits
 
 from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.engine import Draw, StepPlan, StepRow
@@ -144,7 +145,7 @@ def main(model: str) -> int:
             continue
         GPU.launches.clear()
         engine = engine_of(model, **options)
-        engine.count_graphs()
+        hits = GraphHits(engine)
         tolerance = TOLERANCE[options.get("kv_cache_dtype", options["dtype"])]
         texts = Texts(engine, REFERENCE, tolerance)
         with torch.inference_mode():
@@ -152,7 +153,7 @@ def main(model: str) -> int:
         if options.get("graphs") and "kv_cache_dtype" not in options:
             # Every way to draw, and side branches, as before a drafter accepts links.
             warm_up(DraftModelProposer(engine, 32, LookaheadLimits(True, 2, MAX_ROWS)), draft_top_n=8)
-        graphs = {f"graph {each}": count for each, count in engine.take_graph_hits().items()}
+        graphs = {f"graph {each}": count for each, count in hits.take().items()}
         report = {"variant": name, "tokens": texts.draws, "problems": texts.problems}
         print(json.dumps({**report, "launches": {**GPU.launches, **graphs}}), flush=True)
         wrong += len(texts.problems)

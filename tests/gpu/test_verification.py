@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from outrider.actors.verification import noise, torch_kernel
-from outrider.actors.verification.batch import Sampling, VerificationBatch
 from outrider.actors.verification.dispatch import kernel_for
 from outrider.actors.verification.noise import Role
 from outrider.cluster.modes import Mode
+from tests.unit.verification.arrays import build, uniform
 from tests.unit.verification.toy_target import Rounds, Toy, p_value
 
 MODES = [Mode.GREEDY, Mode.REJECTION, Mode.BLOCK, Mode.COUPLED]
@@ -25,9 +25,9 @@ def batch_of(mode, requests, drafts, vocab_size, device, top_p=1.0, seed=0):
     logits[rows[:, None], top.indices] += 6
     q = (top.values + 0.5 * torch.randn(top.values.shape, generator=generator)).softmax(-1)
     ids = top.indices.gather(1, torch.multinomial(q, 1, generator=generator)).squeeze(1) if len(q) else rows
-    sampling = Sampling.uniform(mode, torch.arange(requests) + 7, torch.full((requests,), 40), 0.8, top_p=top_p)
+    sampling = uniform(mode, torch.arange(requests) + 7, torch.full((requests,), 40), 0.8, top_p=top_p)
     sent = (None, None) if mode in (Mode.GREEDY, Mode.COUPLED) else (top.indices.to(device), q.to(device))
-    return VerificationBatch.build(logits.to(device), torch.full((requests,), drafts), ids.to(device), sampling, *sent)
+    return build(logits.to(device), torch.full((requests,), drafts), ids.to(device), sampling, *sent)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -122,8 +122,8 @@ def to_sampling(sampling: pb.SamplingParameters, limits: ServingConfig) -> dict[
             chosen[descriptor.name] = value
     most = limits.greatest_max_tokens
     if "max_tokens" not in chosen:
-        if limits.unasked_max_tokens is not None:
-            chosen["max_tokens"] = limits.unasked_max_tokens
+        if limits.max_tokens_if_unset is not None:
+            chosen["max_tokens"] = limits.max_tokens_if_unset
     elif most is not None and chosen["max_tokens"] > most:
         raise RequestError("sampling.max_tokens", f"is above serving.greatest_max_tokens, {most}", "lower it")
     return chosen

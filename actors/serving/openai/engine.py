@@ -136,10 +136,10 @@ class OpenAIEngine:
 
     def _limit_tokens(self, params: SamplingParams, call: HttpCall) -> None:
         """Applies ``limits`` to max_tokens. Raises VLLMValidationError for a client's number above the greatest."""
-        most, unasked = self._limits.greatest_max_tokens, self._limits.unasked_max_tokens
+        most, if_unset = self._limits.greatest_max_tokens, self._limits.max_tokens_if_unset
         wanted = params.max_tokens
-        if unasked is not None and not (call.routed is not None and call.routed.sets_max_tokens):
-            params.max_tokens = unasked if wanted is None else min(wanted, unasked)
+        if if_unset is not None and not (call.routed is not None and call.routed.sets_max_tokens):
+            params.max_tokens = if_unset if wanted is None else min(wanted, if_unset)
         elif most is not None and (wanted is None or wanted > most):
             problem = f"max_tokens is above serving.greatest_max_tokens, {most}"
             raise VLLMValidationError(problem, parameter="max_tokens")

@@ -32,9 +32,6 @@ class Pair:
     noise: float = 0.02
     deadline_s: float = 1.0
 
-    contention: float = 0.0
-    """How much longer the target's steps take while a drafter is at work, as where both share a memory."""
-
     def step_s(self, tokens: float) -> float:
         return self.target_s[0] + self.target_s[1] * (tokens - 1)
 
@@ -101,9 +98,7 @@ class VirtualRounds:
         """The target's step over what was proposed, the commit, the next choice, and the wait for drafts. Returns the
         tokens that were committed, and the seconds that it took."""
         pair, scheduled = self.pair, self.batch + int(self._drafts.sum())
-        step_s = (pair.step_s(scheduled) * np.exp(self._random.normal(0.0, pair.noise)) + pair.host_s) * (
-            1.0 + pair.contention * bool(self._wanted.any())
-        )
+        step_s = pair.step_s(scheduled) * np.exp(self._random.normal(0.0, pair.noise)) + pair.host_s
         if self._load is not None:
             self.controller.observe_step(*self._load)
         self._load = self.batch, scheduled, step_s

@@ -104,7 +104,7 @@ def test_a_drafter_that_sends_more_paths_than_asked_for_is_cut_short():
 def test_rows_of_paths_are_verified_for_their_request_and_counted_with_it():
     engine = Engine(drafting([1, 2, 3], paths=PATHS), num_paths=4)
     step = settled(engine)
-    step.add_path("a/0", 0, "a", [1, 5, 3])
+    step.add_path("a/0", "a", step.paths[0][1])
     step.count({"a": 4, "a/0": 4})
     seen = []
     engine.round._choose = lambda logits, requests, drafts, width, metadata: seen.extend(

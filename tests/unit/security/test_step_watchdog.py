@@ -10,8 +10,8 @@ import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from outrider.actors.vllm_adapter import target_engine
+from outrider.actors.vllm_adapter.step_watchdog import MEDIANS, StepWatchdog
 from outrider.actors.vllm_adapter.target_engine import EngineLoad, TargetEngine
-from outrider.actors.vllm_adapter.watchdogs import MEDIANS, StepWatchdog
 
 
 class Watched:
@@ -91,7 +91,7 @@ async def test_a_replica_whose_engine_stands_still_says_so_to_serve_and_ends_its
 
 async def test_an_engine_that_steps_is_left_alone(engine: Any) -> None:
     engine.engine.watch_steps(3.0)
-    recorder = engine.engine._load.factory(None)
+    recorder = engine.engine._load
     for _ in range(200):
         recorder.record(None, None)  # as vLLM does with each output
         await asyncio.sleep(0.001)

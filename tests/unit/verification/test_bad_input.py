@@ -8,6 +8,7 @@ import torch
 from outrider.actors.verification.batch import Sampling, Status, VerificationBatch
 from outrider.actors.verification.torch_kernel import verify
 from outrider.cluster.modes import Mode
+from tests.unit.verification.arrays import build, sampling_of, uniform
 
 V, K, N = 50, 3, 4
 SAMPLED = [Mode.REJECTION, Mode.BLOCK]
@@ -21,13 +22,13 @@ def batch_of(mode: Mode, requests: int = 3, **change) -> VerificationBatch:
         "logits": logits,
         "num_drafts": torch.full((requests,), K),
         "draft_ids": torch.zeros(requests * K, dtype=torch.int64),
-        "sampling": Sampling.uniform(mode, torch.arange(requests), torch.full((requests,), 9)),
+        "sampling": uniform(mode, torch.arange(requests), torch.full((requests,), 9)),
         "q_ids": torch.arange(N).repeat(requests * K, 1),
         "q_probs": torch.tensor([[0.97, 0.01, 0.01, 0.01]]).repeat(requests * K, 1),
     }
     for name, edit in change.items():
         edit(parts[name])
-    return VerificationBatch.build(**parts)
+    return build(**parts)
 
 
 def put(index, value):
@@ -122,31 +123,10 @@ def test_masked_tokens_are_never_committed(mode):
 def test_no_drafts_at_all(mode):
     logits = torch.zeros(2, V)
     logits[0, 4], logits[1, 6] = 60.0, 60.0
-    sampling = Sampling.uniform(mode, torch.arange(2), torch.tensor([0, 1]))
-    result = verify(VerificationBatch.build(logits, torch.zeros(2), torch.zeros(0, dtype=torch.int64), sampling))
+    sampling = uniform(mode, torch.arange(2), torch.tensor([0, 1]))
+    result = verify(build(logits, torch.zeros(2), torch.zeros(0, dtype=torch.int64), sampling))
     assert result.token_ids.tolist() == [[4], [6]]
     assert result.accepted_len.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("mode", 4),
-        ("temperature", 0.0),
-        ("temperature", math.nan),
-        ("top_k", -2),
-        ("top_p", 0.0),
-        ("top_p", math.nan),
-        ("min_p", 1.5),
-        ("position", -1),
-        ("position", 2**31),
-    ],
-)
-def test_sampling_parameters_out_of_range_are_named(field, value):
-    sampling = Sampling.uniform(Mode.REJECTION, torch.arange(2), torch.tensor([0, 1]))
-    getattr(sampling, field)[1] = value
-    with pytest.raises(ValueError, match=f"{field} of request 1"):
-        sampling.checked(2)
 
 
 def test_modes_mix_and_requests_do_not_touch_each_other():
@@ -158,29 +138,28 @@ def test_modes_mix_and_requests_do_not_touch_each_other():
     draft_ids = logits.argmax(-1)[torch.arange(rows).repeat(1)][:drafts]
     q_ids = (draft_ids.unsqueeze(1) + torch.arange(N)) % 3000
     q_probs = torch.tensor([[0.7, 0.1, 0.1, 0.1]]).repeat(drafts, 1)
-    has_q = torch.tensor([True, True, True, True, False, True, True, True])
-    sampling = Sampling(
+    sampling = sampling_of(
         mode=modes,
         temperature=torch.linspace(0.5, 1.2, 8),
-        top_k=torch.tensor([0, 5, 0, 20, -1, 0, 0, 0]),
+        top_k=torch.tensor([0, 5, 0, 20, 0, 0, 0, 0]),
         top_p=torch.tensor([1.0, 1.0, 0.9, 1.0, 1.0, 0.8, 1.0, 1.0]),
         min_p=torch.zeros(8),
         seed=torch.arange(8) * 10**12,
         position=torch.arange(8),
     )
-    together = verify(VerificationBatch.build(logits, num_drafts, draft_ids, sampling, q_ids, q_probs, has_q))
+    together = verify(build(logits, num_drafts, draft_ids, sampling, q_ids, q_probs))
     row = draft = 0
     for i, k in enumerate(num_drafts.tolist()):
         one = Sampling(**{name: value[i : i + 1] for name, value in vars(sampling).items()})
         d = slice(draft, draft + k)
         alone = verify(
-            VerificationBatch.build(
+            build(
                 logits[row : row + k + 1],
                 num_drafts[i : i + 1],
                 draft_ids[d],
                 one,
-                q_ids[d] if has_q[i] else None,
-                q_probs[d] if has_q[i] else None,
+                q_ids[d],
+                q_probs[d],
             )
         )
         assert alone.token_ids[0].tolist() == together.token_ids[i, : k + 1].tolist()

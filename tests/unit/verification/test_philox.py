@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.actors.verification import coupled
-from outrider.actors.verification.coupled import coupled_choice
+from outrider.actors.verification.coupled import coupled_ranking
 from outrider.actors.verification.noise import (
     MAX_BELOW_ZERO,
     MAX_GUMBEL,
@@ -14,7 +14,7 @@ from outrider.actors.verification.noise import (
     gumbel,
     gumbel_from_word,
     philox4x32,
-    uniform,
+    to_uniform,
     uniform64,
     words,
 )
@@ -25,6 +25,14 @@ KNOWN = [
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]
+
+
+def uniform(seed, role, position, index=0, round_start=0):
+    return to_uniform(words(seed, role, position, index >> 2, round_start)[index & 3])
+
+
+def coupled_choice(*args, **options):
+    return coupled_ranking(*args, **options)[0].squeeze(1)
 
 
 def numbers(text: str) -> list[int]:

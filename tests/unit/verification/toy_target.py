@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.actors.verification.batch import Sampling, VerificationBatch, VerificationResult
+from outrider.actors.verification.batch import VerificationBatch, VerificationResult
 from outrider.actors.verification.constraints import Constraints
 from outrider.actors.verification.draft_sampler import DraftSample, sample_drafts
 from outrider.cluster.modes import Mode
+from tests.unit.verification.arrays import build, uniform
 from tests.unit.verification.whole_rows import processed_probs
 
 V = 5
@@ -159,12 +160,12 @@ class Rounds:
         if drafts[0].q_ids is not None:
             q_ids = torch.stack([d.q_ids for d in drafts], dim=1)[draft_used]
             q_probs = torch.stack([d.q_probs for d in drafts], dim=1)[draft_used]
-        sampling = Sampling.uniform(self.mode, seed, PROMPT_LEN + at, self.temperature, self.top_k, self.top_p)
+        sampling = uniform(self.mode, seed, PROMPT_LEN + at, self.temperature, self.top_k, self.top_p)
         there = (None if part is None else part.to(self.device) for part in (rows[row_used], ids, q_ids, q_probs))
         logits, ids, q_ids, q_probs = there
         assert logits is not None
         assert ids is not None
-        result = self.verify(VerificationBatch.build(logits, k, ids, sampling, q_ids, q_probs))
+        result = self.verify(build(logits, k, ids, sampling, q_ids, q_probs))
         return VerificationResult(**{name: value.cpu() for name, value in vars(result).items()})
 
 

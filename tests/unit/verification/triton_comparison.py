@@ -18,9 +18,10 @@ from torch import Tensor
 from outrider.actors.verification import coupled, torch_draws, torch_kernel, triton_draws, triton_kernel, triton_top_p
 from outrider.actors.verification import noise as philox
 from outrider.actors.verification import triton_kernel as triton_noise
-from outrider.actors.verification.batch import Sampling, VerificationBatch
+from outrider.actors.verification.batch import VerificationBatch
 from outrider.actors.verification.noise import Role
 from outrider.actors.verification.search import TokenSubset
+from tests.unit.verification.arrays import build, sampling_of
 
 REQUESTS, N = 10, 5
 
@@ -53,7 +54,7 @@ def random_batch(
         q_ids[integers(0, drafts, 1), 1] = vocab_size + 1
         logits[integers(0, len(logits), 1), 2] = math.nan
         logits[integers(0, len(logits), 1)] = -math.inf
-    sampling = Sampling(
+    sampling = sampling_of(
         mode=integers(0, 4, REQUESTS),
         temperature=torch.rand(REQUESTS, generator=generator) + 0.5,
         top_k=integers(0, 2, REQUESTS) * 20 if constrained else torch.zeros(REQUESTS),
@@ -63,7 +64,7 @@ def random_batch(
         position=integers(0, 10_000, REQUESTS),
     )
     q = (q_ids.to(device), q_probs.to(device)) if with_q else (None, None)
-    return VerificationBatch.build(logits.to(device), num_drafts, draft_ids.to(device), sampling, *q)
+    return build(logits.to(device), num_drafts, draft_ids.to(device), sampling, *q)
 
 
 @triton.jit
@@ -105,14 +106,14 @@ def compare_choices(device: Device) -> int:
         position = torch.randint(0, 10_000, (12,), generator=generator)
         row_max = logits.amax(-1)
         threshold = None if top_p == 1.0 else row_max - 4.0
-        expected = coupled.coupled_choice(logits, temperature, threshold, row_max, seed, position)
+        expected = coupled.coupled_ranking(logits, temperature, threshold, row_max, seed, position)[0].squeeze(1)
         there = [None if part is None else part.to(device) for part in (logits, temperature, threshold, seed, position)]
         found = triton_draws.coupled_choice(*there)
         different += int((expected != found.cpu()).sum())
         ids = torch.randperm(3 * vocab_size, generator=generator)[:vocab_size]
-        expected = coupled.coupled_choice(
+        expected = coupled.coupled_ranking(
             logits, temperature, threshold, row_max, seed, position, subset=TokenSubset(ids)
-        )
+        )[0].squeeze(1)
         found = triton_draws.coupled_choice(*there, ids.to(device))
         different += int((expected != found.cpu()).sum())
     return different

@@ -10,15 +10,12 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.request import Request
-from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
 from outrider.actors.round.round import Round
-from outrider.actors.vllm_adapter.target_sampler import _MinTokens
 from outrider.cluster.link.messages import Commit, Message, Proposals
 from tests.unit.round.scripted_link import FakeLink
 from tests.unit.vllm_adapter.book import EOS, ahead_config, make_scheduler, serve
 from tests.unit.vllm_adapter.device_rank import (
-    CPU,
     Drafter,
     Group,
     Linked,
@@ -179,21 +176,6 @@ def test_an_abort_disturbs_nobody(vllm_config):
             assert tokens == plain[request.request_id][: len(tokens)]
             whole += tokens == plain[request.request_id]
     assert whole >= sum(same) - 3
-
-
-def test_fewest_tokens_under_a_grammar_are_vllm_s():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        logits = torch.randn(6, 12, generator=generator)
-        logits[torch.rand(6, 12, generator=generator) < 0.8] = -torch.inf
-        logits[torch.rand(6, 12, generator=generator) < 0.05] = torch.nan
-        stops = torch.tensor([0, 0, 0, 2, 2, 5, 3]), torch.tensor([1, 2, 3, 1, 4, 0, 7])
-        rows = tuple(part[:6] for part in stops)
-        masked = []
-        for kind in (MinTokensLogitsProcessor, _MinTokens):
-            masked.append(logits.clone())
-            kind(None, CPU, False)._mask_stop_token_logits(masked[-1], stops, rows)
-        torch.testing.assert_close(*masked, rtol=0, atol=0, equal_nan=True)
 
 
 def exact(prompt: list[int], length: int, temperature: float, top_k: int) -> dict[tuple[int, ...], float]:

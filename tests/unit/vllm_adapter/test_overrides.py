@@ -33,11 +33,9 @@ from outrider.actors.vllm_adapter.engine_args import worker_class
 
 
 def overrides() -> Iterator[tuple[type, type]]:
-    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from outrider.actors.vllm_adapter.target_runner import RoundRunner
-    from outrider.actors.vllm_adapter.target_sampler import _MinTokens
     from outrider.actors.vllm_adapter.target_worker import TargetWorker
 
     yield executor.RankProc, RayWorkerProc
@@ -52,10 +50,9 @@ def overrides() -> Iterator[tuple[type, type]]:
     yield target_engine.RoundOutputProcessor, OutputProcessor
     yield input_parameters.ParameterProcessor, InputProcessor
     yield updatable_llm.UpdatableLLM, AsyncLLM
-    yield target_engine._Recorder, StatLoggerBase
+    yield target_engine.EngineLoad, StatLoggerBase
     yield RoundRunner, GPUModelRunner
     yield TargetWorker, worker_class()
-    yield _MinTokens, MinTokensLogitsProcessor
 
 
 def missing_parameters(ours: Any, theirs: Any) -> set[str]:

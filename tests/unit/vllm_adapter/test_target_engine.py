@@ -166,7 +166,7 @@ def test_a_report_counts_the_tokens_of_requests_that_wait(make_engine: Any) -> N
     engine = make_engine(SimpleNamespace())
     engine.llm.output_processor.request_states.update(states)
     stats = SimpleNamespace(num_running_reqs=2, num_waiting_reqs=1, kv_cache_usage=0.0)
-    recorder = engine._load.factory(None)
+    recorder = engine._load
     recorder.record(stats, None)
     report = engine.report()
     assert report["waiting_tokens"] == (100 + 20 + 200 + USUAL_ANSWER_TOKENS) / 2
