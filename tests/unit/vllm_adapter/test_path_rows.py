@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,17 +19,17 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker import utils
 
+from outrider.actors.round import request as request_module
 from outrider.actors.vllm_adapter.path_rows import reserve_blocks
 from outrider.cluster.config import SpeculationConfig
 from tests.unit.vllm_adapter.book import BLOCK_SIZE, MAX_MODEL_LEN, K, ahead_config, kv_cache, make_scheduler, serve
-from tests.unit.vllm_adapter.device_rank import DeviceRank, Group, Ranks, context, grouped, make_ranks
-from tests.unit.vllm_adapter.test_device_faults import DRAFT, TARGET, Troubled, ask, by
+from tests.unit.vllm_adapter.device_rank import DeviceRank, Group, Linked, Ranks, context, grouped, make_ranks
+from tests.unit.vllm_adapter.test_device_faults import DRAFT, TARGET, Troubled, ask, by, check_distribution
 
 pytestmark = pytest.mark.timeout(300)
 
 PATHS = 4
 SPECULATION = SpeculationConfig(num_speculative_tokens=K, num_paths=PATHS)
-MAX_ROWS = 24
 
 
 class PathRank(DeviceRank):
@@ -36,7 +38,8 @@ class PathRank(DeviceRank):
     def allocate(self, blocks: int) -> None:
         self.kv_cache_config = kv_cache(blocks)
         self.kv_caches = [torch.full((blocks, BLOCK_SIZE), -1)]
-        self.max_num_reqs, self.max_num_tokens, self.reorder_batch_threshold = MAX_ROWS, 96, None
+        self.max_num_reqs, self.max_num_tokens = self.input_batch.max_num_reqs, 512
+        self.reorder_batch_threshold = None
         self.enable_path_rows(SPECULATION)
 
     def _rows(self, scheduled: SchedulerOutput) -> Iterator[list[int]]:
@@ -83,8 +86,8 @@ def requests(chance: random.Random, count: int) -> list[Request]:
     return asked
 
 
-def with_paths(blocks: int, link: Any, world_size: int = 1) -> Ranks:
-    ranks = make_ranks(world_size, TARGET, None, link, MAX_ROWS, num_paths=PATHS, rank=PathRank)
+def with_paths(blocks: int, link: Any, world_size: int = 1, max_rows: int = 24) -> Ranks:
+    ranks = make_ranks(world_size, TARGET, None, link, max_rows, num_paths=PATHS, rank=PathRank)
     for rank in ranks.ranks:
         rank.allocate(blocks)
     return ranks
@@ -118,9 +121,30 @@ def test_whatever_ends_a_path_the_tokens_are_those_of_plain_decoding_and_nothing
         assert any(request.num_preemptions for request in asked) == (blocks < 200)
         assert any(request.num_tokens == MAX_MODEL_LEN for request in asked)
         assert pool.get_num_free_blocks() == free
-        # What is finished is told with the next step.
-        last = serve(scheduler, ranks, requests(random.Random(9), 1), random.Random(9))
-        assert all(set(rank.requests) <= set(last) for rank in ranks.ranks)
+        last = serve(scheduler, ranks, requests(random.Random(9), 4), random.Random(9))
+        assert all(set(rank.requests) <= set(last) for rank in ranks.ranks), "what has finished is told with a step"
+        assert ranks.ranks[0].round.status()["path_rounds"] > status["path_rounds"], "blocks of paths are given back"
+
+
+def test_tokens_without_a_seed_are_distributed_as_those_of_plain_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random seeds are drawn in the same order every time."""
+    monkeypatch.setattr(request_module, "random_seed", partial(random.Random(5).getrandbits, 63))
+    temperature, top_k, prompt = 2.0, 3, [33, 44, 55]
+    asked = [
+        ask(number, list(prompt), 5, temperature, top_k=top_k, ignore_eos=True, **by("coupled"))
+        for number in range(400)
+    ]
+    for request in asked:
+        request.sampling_params.stop_token_ids = None
+    config = ahead_config(tmp_path, PATHS, max_num_seqs=64, max_num_batched_tokens=512)
+    with grouped(Group(1)):
+        ranks = with_paths(4000, Linked(DRAFT), max_rows=96)
+        found = serve(make_scheduler(config, 4000), ranks, asked, random.Random(7), most=64)
+        status = ranks.ranks[0].round.status()
+    check_distribution(found.values(), prompt, temperature, top_k)
+    assert status["path_tokens"] > 50
 
 
 @pytest.mark.parametrize(
