@@ -52,6 +52,7 @@ DEPLOYMENTS = {
     "target_tp2": "A target of two ranks, a drafter of one.",
     "drafter_tp2": "A target of one rank, a drafter of two.",
     "one_pass": "A target of one rank, a drafter of two that drafts in one pass.",
+    "paths": "A target with little KV cache, and a drafter that drafts several paths in one pass.",
     "pool": "Two targets that share two draft models.",
     "adapters": "A target with three adapters, and room for one more, and a draft model with one of these.",
     "adapters_tp2": "A target of two ranks with three adapters, whose steps follow each other, and a suffix drafter.",

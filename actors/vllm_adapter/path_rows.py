@@ -119,10 +119,9 @@ class PathRows:
         free, copies = iter(self._reserve), []
         num_free = len(self._reserve)
         num_rows = len(scheduled.num_scheduled_tokens)
-        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
         for number, (request_id, path) in enumerate(step.paths):
             index = batch.req_id_to_index.get(request_id)
-            if index is None or request_id in resumed:  # its blocks are other ones now
+            if index is None:  # it was not in the step before
                 continue
             state, ids = runner.requests[request_id], list(path.token_ids)
             length = state.num_tokens

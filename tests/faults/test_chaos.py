@@ -9,8 +9,24 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.cluster.pools import all_draft, is_even
-from tests.support.cluster.processes import POOL_REPLICA, check_flat, counted, held, wait_until_counted
-from tests.support.cluster.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle
+from tests.support.cluster.processes import (
+    DRAFTER,
+    POOL_REPLICA,
+    VERIFIER,
+    check_flat,
+    counted,
+    held,
+    wait_until_counted,
+)
+from tests.support.cluster.serving import (
+    HANG_GUARD_S,
+    PATH_ROUNDS,
+    Deployment,
+    drafted,
+    num_accepted,
+    wait_until,
+    wait_until_idle,
+)
 from tests.support.load.callers import DRAWN, Clients, drawn, summary, violations
 from tests.support.load.chaos import INGRESS_FAULTS, TARGET_FAULTS, UNNOTICED_FAULTS, Faults, Harm
 from tests.support.models.distribution import LIMIT
@@ -21,6 +37,7 @@ LONG_S = 600.0
 """The longer run: a third of it for faults that only cost speed, the rest for all."""
 
 SHORT_S = 60.0
+PATHS_S = 150.0
 SEED = int(os.environ.get("OUTRIDER_CHAOS_SEED", "1"))
 """Decides which faults are chosen and in which order; when they strike depends on the machine."""
 
@@ -70,6 +87,19 @@ def test_a_short_while(ngram_pair: Deployment) -> None:
     harms = tuple(harm for harm in UNNOTICED_FAULTS if harm.what != POOL_REPLICA) + INGRESS_FAULTS
     survive(ngram_pair, harms, SHORT_S, is_whole, num_clients=3)
     wait_until_idle(ngram_pair, HANG_GUARD_S)
+
+
+def test_paths_while_drafters_die_and_clients_leave(paths: Deployment) -> None:
+    """With KV for few: requests are preempted. Paths run until the end, and nothing that they held is kept."""
+    harms = tuple(harm for harm in UNNOTICED_FAULTS if harm.what in (DRAFTER, VERIFIER))
+    preempted, before = paths.status().target.preemptions, paths.metric(PATH_ROUNDS)
+    survive(paths, harms, PATHS_S, lambda: bool(paths.linked()), num_clients=8)
+    wait_until_idle(paths, HANG_GUARD_S)
+    assert paths.status().target.preemptions > preempted
+    during = paths.metric(PATH_ROUNDS)
+    assert during > before + 100
+    drafted(lambda: paths.client.generate(list(range(40, 90)), temperature=0.0, max_tokens=200), num_accepted)
+    wait_until(lambda: paths.metric(PATH_ROUNDS) > during, HANG_GUARD_S, "paths after it all")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import ray
 
 from outrider.actors.round.drafter_client import HANG
 from outrider.v1 import generation_pb2 as pb
-from tests.support.cluster.serving import HANG_GUARD_S, drafted, wait_until
+from tests.support.cluster.serving import HANG_GUARD_S, PATH_ROUNDS, drafted, wait_until
 from tests.support.load.traffic import Traffic, allowance_s
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -28,7 +28,7 @@ BACK_WITHIN_S = 300.0
 STOPPED_S = 10.0
 """Longer than the link's deadline."""
 
-ONE_OF_EACH_KIND = ["ngram_pair", "pair", "several", "stages"]
+ONE_OF_EACH_KIND = ["ngram_pair", "pair", "several", "stages", "paths"]
 swept = pytest.mark.exhaustive
 
 
@@ -61,6 +61,12 @@ class Fault:
         wait_until(self.is_back, BACK_WITHIN_S, "a new link")
         traffic.wait_for_messages(20)
 
+    def wait_for_paths(self):
+        """Wait for further rounds with several paths, where there may be any."""
+        if self.deployment.config.speculation.num_paths > 1:
+            before = self.deployment.metric(PATH_ROUNDS)
+            wait_until(lambda: self.deployment.metric(PATH_ROUNDS) > before, HANG_GUARD_S, "paths")
+
     def is_replaced(self):
         drafter = self.deployment.actors().get("Drafter")
         return drafter is not None and drafter.pid != self.pid
@@ -90,11 +96,13 @@ def test_it_is_killed(deployment):
     """Nobody drafts until another process has loaded, and every stream goes on."""
     fault = Fault(deployment)
     with Traffic(deployment, PROMPT, MAX_TOKENS) as traffic:
+        fault.wait_for_paths()
         deployment.signal_drafter(signal.SIGKILL)
         if deployment.name == "pair":  # which loads for long enough to see it
             wait_until(lambda: deployment.status().link.state != pb.LINK_STATE_UP, HANG_GUARD_S, "the death is noticed")
             assert fault.ask(64).metrics.speculative_decoding.num_draft_tokens == 0, "nobody drafts"
         fault.wait_until_back(traffic)
+        fault.wait_for_paths()
     fault.check(traffic, replaced=True)
 
 

@@ -61,7 +61,7 @@ def test_with_a_draft_model(pair, name, k):
 
 
 SWEPT = [
-    *[(method, name) for method in ("several", "stages", "one_pass") for name in CHOICES],
+    *[(method, name) for method in ("several", "stages", "one_pass", "paths") for name in CHOICES],
     *[(method, "T=0.7, top_p=0.95") for method in ("ngram_pair", "two_replicas", "both_tp2")],
     ("target_tp2", "greedy"),
     ("drafter_tp2", "T=1"),

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from tests.support.cluster.serving import HANG_GUARD_S, wait_until_idle
+from tests.support.cluster.serving import HANG_GUARD_S, PATH_ROUNDS, wait_until_idle
 from tests.support.models.reference import GREEDY, Coupled
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -20,7 +20,7 @@ CHOICES = [GREEDY, Coupled(seed=3), Coupled(seed=4, temperature=0.7, top_p=0.9)]
 
 
 TEMPERATURE = 1.5
-DRAWN = [{"temperature": TEMPERATURE, "top_k": 2, "verification": mode} for mode in ("rejection", "block")]
+DRAWN = [{"temperature": TEMPERATURE, "top_k": 2, "verification": mode} for mode in ("rejection", "block", "coupled")]
 """Each token is one of two, by chance."""
 
 ONLY_ONE = [{"temperature": TEMPERATURE, "top_k": 1, "verification": mode} for mode in ("rejection", "block")]
@@ -43,12 +43,14 @@ def z_of_likelier(reference, answers):
     return difference / variance**0.5
 
 
-@pytest.mark.parametrize("deployment", ["small_kv", "no_drafter", "stages"], indirect=True)
+@pytest.mark.parametrize("deployment", ["small_kv", "paths", "no_drafter", "stages"], indirect=True)
 def test_preempted_requests_get_the_tokens_they_would_have_got_alone(deployment):
     """Prompts are prefilled in pieces, too: a step has room for 96 tokens. Without a drafter steps overlap: a request
     that is preempted loses the token that is on its way, and gets the same once more. With two stages the first embeds
     tokens that only the last one chose, so that a text of its own that is a token short shows."""
+    paths = deployment.metric(PATH_ROUNDS)
     before, after = crowd(deployment, [*CHOICES, *DRAWN, *ONLY_ONE])
+    assert (deployment.metric(PATH_ROUNDS) > paths) == (deployment.config.speculation.num_paths > 1)
     assert (after.rounds.accepted > before.rounds.accepted) == (deployment.name != "no_drafter")
     if deployment.name == "small_kv":
         assert after.rounds.refused_proposals > before.rounds.refused_proposals, "the drafter never ran out of KV"

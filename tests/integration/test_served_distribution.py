@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.support.cluster.serving import K
+from tests.support.cluster.serving import PATH_TOKENS, K
 from tests.support.models.distribution import LIMIT, cut_to_top, z_score
 from tests.support.models.tiny_models import VOCAB_SIZE
 
@@ -107,6 +107,12 @@ def test_answers_are_distributed_as_the_target_s_own(pair, served, verification)
 def test_with_a_drafter_that_drafts_in_one_pass(one_pass, served, verification):
     """q of a token is the drafter's after the text that its row fed and masks; here it is only used to sort tokens."""
     check(one_pass, served, verification)
+
+
+def test_with_several_paths(paths, served):
+    """Coupled with a random seed; which path is the longest depends on the tokens, and must not show in them."""
+    check(paths, served, "coupled")
+    assert paths.metric(PATH_TOKENS) > 100, "paths beside the main line were accepted"
 
 
 def test_with_a_target_that_is_padded_further_than_its_drafter(wide_target, served):

@@ -51,6 +51,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+PATH_ROUNDS, PATH_TOKENS = "outrider:path_rounds_total", "outrider:path_tokens_total"
+"""Metrics: rounds with further paths of a draft tree, and what these have brought."""
+
 TRACES_PORT = pick_free_port()
 """The port of the collector of traces that tests may start."""
 
@@ -67,7 +70,7 @@ class Models:
 
     wide_drafter: Path
     one_pass: Path
-    """The target with a mask token, as a drafter: the first of its drafts is the target's own, others seldom are."""
+    """The drafter with a mask token: the first of its drafts is often the target's own, others seldom are."""
 
     adapters: dict[str, Path]
     """Adapters of the target, by name."""
@@ -96,7 +99,7 @@ def build_models(directory: Path) -> Models:
         drafter,
         pad_vocabulary(directory / "wide", target, WIDE_VOCAB_SIZE),
         pad_vocabulary(directory / "wide-drafter", drafter, WIDE_VOCAB_SIZE),
-        build_one_pass(directory / "one-pass", target),
+        build_one_pass(directory / "one-pass", drafter),
         adapters,
         {name: merge_adapter(directory / f"merged-{name}", target, path) for name, path in adapters.items()},
         build_tiny_idefics(directory / "sees", target),
@@ -188,6 +191,12 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "drafter": {**pinned_draft_model, "kv_cache_memory_bytes": 3 << 19},
             **always,
         },
+        "paths": {
+            "target": {**target, "kv_cache_memory_bytes": 2 << 20, "max_num_batched_tokens": 96},
+            "drafter": {**pinned_draft_model, **engine(models.one_pass)},
+            "speculation": {"num_speculative_tokens": 4, "adaptive": False, "num_paths": 4},
+            "link": DEADLINES,
+        },
         "several": {
             "target": target,
             "drafter": {**pinned_draft_model, "beside": ["ngram", "suffix"]},
@@ -275,8 +284,9 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
                 "max_num_batched_tokens": 96,
                 "kv_cache_memory_bytes": 2 << 20,
             },
-            "drafter": pinned_draft_model,
-            **always,
+            "drafter": {**pinned_draft_model, **engine(models.one_pass)},
+            "speculation": {**always["speculation"], "num_paths": 4},
+            "link": DEADLINES,
             "openai": {"enable_prompt_tokens_details": True},
             "serving": ISOLATED,
         },
@@ -372,6 +382,12 @@ class Deployment:
     def drafters(self) -> dict[str, int]:
         """Return the processes of the living drafters, by name."""
         return {name: pid for name, pid in living_actors() if name.startswith("Drafter:")}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric over all replicas. A scrape within a second of another gets its numbers."""
+        time.sleep(1.1)
+        with urllib.request.urlopen(f"{self.http_url}/metrics", timeout=HANG_GUARD_S) as response:
+            return parse(response.read().decode(), time.monotonic()).sum(name, **labels)
 
     def all_replicas_are_known(self) -> bool:
         """Return whether the ingress knows every replica: it asks each of them for its metrics."""

@@ -48,6 +48,7 @@ KINDS = (
     Kind("coupled", Coupled(seed=31).options(), Coupled(seed=31)),
     Kind("coupled, top_p", Coupled(32, 0.7, 0.95).options(), Coupled(32, 0.7, 0.95)),
     Kind("rejection", {"temperature": 1.0, "top_k": TOP_K, "verification": "rejection"}),
+    Kind("coupled, without a seed", {"temperature": 1.0, "top_k": TOP_K, "verification": "coupled"}),
     Kind("block", {"temperature": 1.0, "top_k": TOP_K, "verification": "block"}),
 )
 

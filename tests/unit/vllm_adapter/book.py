@@ -38,14 +38,18 @@ def next_token(tokens: list[int]) -> int:
     return EOS if mixed % 12 == 0 else 10 + mixed % 90
 
 
+def kv_cache(blocks: int, block_size: int = BLOCK_SIZE) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+
+
 def make_scheduler(vllm_config: Any, blocks: int) -> Any:
     """Makes a scheduler to which requests arrive a tenth of a millisecond apart, since that decides on preemptions."""
     arrivals = itertools.count()
     vllm_config.cache_config.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
     return vllm_config.scheduler_config.get_scheduler_cls()(
         vllm_config=vllm_config,
-        kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        kv_cache_config=kv_cache(blocks),
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=BLOCK_SIZE,
         log_stats=False,
@@ -58,13 +62,15 @@ def ask(number: int, prompt: list[int], max_tokens: int, **ours: Any) -> Request
     return Request(f"r{number}", prompt, params, None)
 
 
-def ahead_config(directory: Path, **target: Any) -> Any:
+def ahead_config(directory: Path, num_paths: int = 1, **target: Any) -> Any:
     """Returns the VllmConfig of an engine that schedules one step ahead, and writes its tiny model to directory.
 
     target: fields of its configuration.
     """
+    model = str(build_tiny_llama(directory / "tiny"))
+    drafter = {"method": "ngram"} if num_paths == 1 else {"method": "draft_model", "model": model}
     fields: dict[str, Any] = {
-        "model": str(build_tiny_llama(directory / "tiny")),
+        "model": model,
         "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 6,
@@ -74,8 +80,8 @@ def ahead_config(directory: Path, **target: Any) -> Any:
     config = parse_config(
         {
             "target": {**fields, **target},
-            "drafter": {"method": "ngram"},
-            "speculation": {"num_speculative_tokens": K},
+            "drafter": drafter,
+            "speculation": {"num_speculative_tokens": K, "num_paths": num_paths},
             "serving": {"structured_output": "off"},
         }
     )

@@ -42,7 +42,16 @@ from outrider.actors.vllm_adapter import target_runner, target_sampler
 from outrider.actors.vllm_adapter.target_runner import RoundRunner
 from outrider.actors.vllm_adapter.target_sampler import TargetSampler
 from outrider.cluster.config import LinkConfig
-from outrider.cluster.link.messages import Commit, DraftSampling, Message, Open, Proposals, ProposalStatus, SparseQ
+from outrider.cluster.link.messages import (
+    Commit,
+    DraftPath,
+    DraftSampling,
+    Message,
+    Open,
+    Proposals,
+    ProposalStatus,
+    SparseQ,
+)
 from tests.support.devices.counting_device import DEVICE, CountingDevice
 from tests.unit.round.scripted_link import FakeLink
 from tests.unit.vllm_adapter.book import MAX_MODEL_LEN, K
@@ -274,6 +283,8 @@ def make_ranks(
     link: Any = None,
     max_num_reqs: int = 8,
     overlaps: bool = False,
+    num_paths: int = 1,
+    rank: type[DeviceRank] | None = None,
 ) -> Ranks:
     """Makes the ranks of the group that is `grouped`.
 
@@ -281,15 +292,16 @@ def make_ranks(
     overlap; otherwise each is scheduled one step ahead.
     """
     where = CPU if device is None else DEVICE
-    kind, k = (OverlappingRank, 0) if overlaps else (DeviceRank, K)
+    kind, k = (OverlappingRank, 0) if overlaps else (rank or DeviceRank, K)
     ranks = [kind(table, where, max_num_reqs, MAX_MODEL_LEN, k) for _ in range(count)]
     sampler = TargetSampler(VllmConfig(), Sampler(), where)
     clock = (lambda: 0.0) if link is None else link.clock
-    round_ = Round(sampler, Deployment("rejection", k, 8, V, MAX_MODEL_LEN), LinkConfig(), FixedLengths(k), clock=clock)
+    deployment = Deployment("rejection", k, 8, V, MAX_MODEL_LEN, num_paths)
+    round_ = Round(sampler, deployment, LinkConfig(), FixedLengths(k), clock=clock)
     if link is not None:
         link.join(round_)
-    for number, rank in enumerate(ranks):
-        rank.install(None if number else round_, runs_ahead=not overlaps, overlaps=overlaps)
+    for number, each in enumerate(ranks):
+        each.install(None if number else round_, runs_ahead=not overlaps, overlaps=overlaps)
     return Ranks(target_runner.get_tp_group(), ranks, device)
 
 
@@ -313,9 +325,9 @@ class Drafter:
         text = self._texts[message.request]
         assert message.base_committed_len == len(text)
         text += message.token_ids
-        return [self._draft(message.request, text, message.num_wanted)] if message.num_wanted else []
+        return [self._draft(message.request, text, message.num_wanted, message.num_paths)] if message.num_wanted else []
 
-    def _draft(self, request: int, text: list[int], count: int) -> Proposals:
+    def _draft(self, request: int, text: list[int], count: int, num_paths: int) -> Proposals:
         drawn: list[Drawn] = []
         line = list(text)
         for _ in range(count):
@@ -325,7 +337,21 @@ class Drafter:
         q = None
         if drawn[0].q_ids is not None:
             q = SparseQ(np.stack([each.q_ids for each in drawn]), np.stack([each.q_probs for each in drawn]))
-        return Proposals(request, len(text), [each.token for each in drawn], q=q)
+        ids = [each.token for each in drawn]
+        return Proposals(request, len(text), ids, q=q, paths=self._paths(request, text, ids)[: num_paths - 1])
+
+    def _paths(self, request: int, text: list[int], ids: list[int]) -> list[DraftPath]:
+        """Return paths that leave the main line at each position for the second choice there, and go on from it."""
+        paths = []
+        for first in range(len(ids)):
+            path = ids[:first]
+            while len(path) < len(ids):
+                logits = self._table[context([*text, *path])].clone().unsqueeze(0)
+                if len(path) == first:
+                    logits[0, ids[first]] = -torch.inf
+                path.append(draw(logits, [Draw(self._samplings[request], len(text) + len(path), len(text))])[0].token)
+            paths.append(DraftPath(path, 0.5))
+        return paths
 
 
 class Linked:

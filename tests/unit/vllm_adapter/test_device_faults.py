@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -196,6 +197,20 @@ def tail_of_chi_square(statistic: float, freedom: int) -> float:
     return float(torch.special.gammaincc(*half))
 
 
+def check_distribution(answers: Collection[list[int]], prompt: list[int], temperature: float, top_k: int) -> None:
+    """Compare the first three tokens of all answers to a prompt with plain decoding's."""
+    count = len(answers)
+    seen = Counter(tuple(tokens[:3]) for tokens in answers)
+    expected = {line: count * p for line, p in exact(prompt, 3, temperature, top_k).items()}
+    assert set(seen) <= set(expected)
+    common = [line for line, number in expected.items() if number >= 5]
+    rest = [sum(seen.values()) - sum(seen[line] for line in common), count - sum(expected[line] for line in common)]
+    cells = [(seen[line], expected[line]) for line in common] + ([tuple(rest)] if rest[1] >= 5 else [])
+    statistic = sum((there - should) ** 2 / should for there, should in cells)
+    assert len(cells) > 8
+    assert tail_of_chi_square(statistic, len(cells) - 1) > 1e-5
+
+
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_sampled_tokens_are_distributed_as_those_of_plain_decoding(tmp_path, verification):
     """Given a seed each, so that the test is the same every time."""
@@ -213,15 +228,7 @@ def test_sampled_tokens_are_distributed_as_those_of_plain_decoding(tmp_path, ver
         ranks = make_ranks(1, TARGET, device, link, 64)
         found = serve(make_scheduler(config, 2000), ranks, requests, random.Random(7), most=64)
         status = ranks.ranks[0].round.status()
-    seen = Counter(tuple(tokens[:3]) for tokens in found.values())
-    expected = {line: count * p for line, p in exact(prompt, 3, temperature, top_k).items()}
-    assert set(seen) <= set(expected)
-    common = [line for line, number in expected.items() if number >= 5]
-    rest = [sum(seen.values()) - sum(seen[line] for line in common), count - sum(expected[line] for line in common)]
-    cells = [(seen[line], expected[line]) for line in common] + ([tuple(rest)] if rest[1] >= 5 else [])
-    statistic = sum((there - should) ** 2 / should for there, should in cells)
-    assert len(cells) > 8
-    assert tail_of_chi_square(statistic, len(cells) - 1) > 1e-5
+    check_distribution(found.values(), prompt, temperature, top_k)
     assert link.seen.total() - link.seen["none"] > 0
     assert status["accepted"] > count / 2
     assert status["drafted"] - status["accepted"] > count / 4
