@@ -97,13 +97,8 @@ def exit_status(command: str, work: Callable[[], None], *, interrupted: str = "i
 
 
 def check_can_write(option: str, path: Path) -> None:
-    """Raises ConfigError unless a file can be written. It does not change an existing file."""
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option}: {path.parent} is no directory; make it, or write elsewhere")
-    there = path.exists()
+    """Raises ConfigError unless a file can be written. It makes an empty one where there is none."""
     try:
         path.open("ab").close()
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}); write elsewhere") from None
-    if not there:
-        path.resolve().unlink()  # keeps a link that leads to it
