@@ -47,7 +47,7 @@ def check_models(config: OutriderConfig) -> None:
             "and drafter.model does not; leave it out"
         )
     ours, its = (text_model(each).get("vocab_size") for each in (target, drafter))
-    if ours != its and num_common_tokens(config) is None:
+    if num_common_tokens(config) is None and ours != its:
         sides = ((config.target, "target"), (config.drafter, "drafter"))
         tokens = [read_vocabulary(str(_file(each, part, "tokenizer.json").parent)) for each, part in sides]
         if tokens[0] is None or tokens[1] is None:
@@ -74,7 +74,7 @@ def check_files(section: str, directory: Path, *, has_weights: bool = True) -> N
         return
     weights_digest(directory, contents=False)  # reads the header of every file
     index = directory / "model.safetensors.index.json"
-    names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else set()
+    names = set(_read_json(index, section).get("weight_map", {}).values()) if index.is_file() else set()
     if missing := sorted(name for name in names if not (directory / name).is_file()):
         raise ConfigError(
             f"{section}.model: {directory}: {missing[0]} of {len(names)} weight files is missing; {_AGAIN}"
@@ -122,8 +122,8 @@ def common_tokens(
         which = min(wrong, default=first)
         raise ConfigError(
             f"drafter.model: its tokenizer differs from the target's in {len(differing)} of {len(target)} ids, e.g. "
-            f"{which} is {token_of[1].get(which)!r} and not {token_of[0].get(which)!r}, at or below the text's tokens; "
-            "use a drafter of the same model family"
+            f"{which} is {token_of[1].get(which)!r} and not {token_of[0].get(which)!r}, and only ids "
+            "below a difference are drafted; use a drafter of the same model family"
         )
     return first
 
@@ -162,7 +162,10 @@ def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
 
 def read_model_json(engine: EngineConfig | MLPSpeculatorConfig, section: str) -> dict[str, Any]:
     """Returns the config.json of a local checkpoint, or of a hub id by download. Raises ConfigError."""
-    path = _file(engine, section, "config.json")
+    return _read_json(_file(engine, section, "config.json"), section)
+
+
+def _read_json(path: Path, section: str) -> dict[str, Any]:
     try:
         document = json.loads(path.read_bytes())
         if not isinstance(document, dict):
