@@ -66,7 +66,7 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
         findings.append(Finding(Level.OK, f"{choice.section}.{choice.key}", text))
     findings += check_checkpoints(config)
     findings += check_devices(config, gpu)
-    findings.append(checked("ports", lambda: _ports(config)))
+    findings.append(checked("ports", lambda: settle_ports(config), "those that are set are free"))
     if (gateway := config.serving.gateway) != "off":
         findings.append(checked("gateway", lambda: contents(gateway), "its certificates and keys can be read"))
     return findings
@@ -133,8 +133,3 @@ def check_gpus(found: int, wanted: int) -> str:
             "Ray cluster"
         )
     return text
-
-
-def _ports(config: OutriderConfig) -> str:
-    _, http_port, grpc_port = settle_ports(config).serving.public
-    return f"gRPC {grpc_port} and HTTP {http_port} are free"
