@@ -21,13 +21,7 @@ from ray.serve.schema import LoggingConfig
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.serving.authentication import TOKEN_VARIABLE, Authenticator
 from outrider.cluster.backends import DEVICE_BACKENDS
-from outrider.cluster.config import (
-    ConfigError,
-    DraftModelConfig,
-    OutriderConfig,
-    ServingConfig,
-    parse_config,
-)
+from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
 from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (

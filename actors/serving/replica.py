@@ -47,10 +47,7 @@ from outrider.actors.vllm_adapter.watchdogs import HEARTBEAT, Heartbeat
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.drafter_registry import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
-from outrider.cluster.placement import (
-    CorePlan,
-    ReplicaPlacement,
-)
+from outrider.cluster.placement import CorePlan, ReplicaPlacement
 
 if TYPE_CHECKING:
     from outrider.actors.serving.openai.app import OpenAIApp

@@ -46,17 +46,10 @@ def check_models(config: OutriderConfig) -> None:
             f"speculation.num_paths: {config.speculation.num_paths} paths need a draft model that drafts in one pass, "
             "and drafter.model does not; leave it out"
         )
-    ours, its = (text_model(each).get("vocab_size") for each in (target, drafter))
-    if num_common_tokens(config) is None and ours != its:
+    if num_common_tokens(config) is None and vocab_size(target) != vocab_size(drafter):
         sides = ((config.target, "target"), (config.drafter, "drafter"))
         tokens = [read_vocabulary(str(_file(each, part, "tokenizer.json").parent)) for each, part in sides]
-        if tokens[0] is None or tokens[1] is None:
-            raise ConfigError(
-                f"drafter.model: its vocabulary has {its} tokens, the target's has {ours} (vocab_size in config.json), "
-                "and without a tokenizer.json of both nobody can tell whether that is padding; use a drafter of the "
-                "same model family, and checkpoints with their tokenizers"
-            )
-        common_tokens(tokens[0], tokens[1], (set(), set()))  # of hub ids
+        check_vocabularies(target, drafter, (tokens[0], tokens[1]))
     if config.drafter.learn is not None:
         check_learns(config, drafter)
 
@@ -96,6 +89,29 @@ def check_tensor_parallel(document: ModelJson, tensor_parallel_size: int, sectio
         raise ConfigError(
             f"{section}.tensor_parallel_size: {tensor_parallel_size} does not divide the {heads} attention heads "
             f"(num_attention_heads) of {section}.model"
+        )
+
+
+def vocab_size(document: ModelJson) -> Any:
+    """Returns the rows of the embeddings by config.json, padding included."""
+    return text_model(document).get("vocab_size")
+
+
+def check_vocabularies(
+    target: ModelJson, drafter: ModelJson, tokens: tuple[Mapping[str, int] | None, Mapping[str, int] | None]
+) -> None:
+    """Raises ConfigError if the token ids of the two models may mean different tokens.
+
+    Args:
+        tokens: Vocabularies of target and drafter, entry -> id; None where there is none.
+    """
+    if tokens[0] is not None and tokens[1] is not None:
+        common_tokens(tokens[0], tokens[1], (set(), set()))
+    elif (ours := vocab_size(target)) != (its := vocab_size(drafter)):
+        raise ConfigError(
+            f"drafter.model: its vocabulary has {its} tokens, the target's has {ours} (vocab_size in config.json), "
+            "and without a tokenizer.json of both nobody can tell whether that is padding; use a drafter of the same "
+            "model family, and checkpoints with their tokenizers"
         )
 
 

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -76,22 +77,16 @@ class OpenAIForwarder:
 
     def add_routes(self, app: FastAPI) -> None:
         """Adds the paths of vLLM's server that are forwarded. Others do not exist here."""
+        generate, forward = (partial(self._forward, generates=generates) for generates in (True, False))
         for path in GENERATING:
-            app.add_route(path, self.generate, methods=["POST"])
+            app.add_route(path, generate, methods=["POST"])
         for method, path in CONTROL:
-            app.add_route(path, self.forward, methods=[method])
+            app.add_route(path, forward, methods=[method])
         for method, path in OF_ONE_REPLICA:
-            app.add_route(path, self.forward if self._limits.most_replicas == 1 else _of_one_replica, methods=[method])
-
-    async def generate(self, request: Request) -> Response:
-        """Forwards a request that generates. Raises HttpError."""
-        return await self._forward(request, generates=True)
-
-    async def forward(self, request: Request) -> Response:
-        """Forwards any other request. Raises HttpError."""
-        return await self._forward(request, generates=False)
+            app.add_route(path, forward if self._limits.most_replicas == 1 else _of_one_replica, methods=[method])
 
     async def _forward(self, request: Request, *, generates: bool) -> Response:
+        """Forwards a request. Raises HttpError."""
         request_id = request.headers.get(REQUEST_ID_HEADER, "")
         try:
             call = await self._call_of(request, generates)
