@@ -13,7 +13,6 @@ from outrider.deploy.models.store import BY_HUB_ID, PRESET_MODELS, find_copy
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
-
 _PRESETS = Path(__file__).parent / "presets"
 
 

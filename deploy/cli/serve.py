@@ -26,7 +26,6 @@ from outrider.deploy.progress import Progress
 
 DASHBOARD_LIMIT_S = 180
 
-
 TAKES_FLAGS_OF_VLLM = True
 
 
