@@ -51,8 +51,6 @@ class RoutingPolicy:
         self._index = PrefixIndex()
         self._load = OutstandingWork()
         self._reports: dict[str, Mapping[str, Any]] = {}
-        self._without_drafter: set[str] = set()
-        self._not_serving: set[str] = set()
         self._suspects: dict[str, float] = {}
         """Replica -> time until which it is avoided."""
 
@@ -74,14 +72,10 @@ class RoutingPolicy:
                 self._load.report(replica, report["requests"])
             if report.get("kv_cache_tokens"):
                 self._index.set_capacity(replica, report["kv_cache_tokens"])
-            _put(self._without_drafter, replica, not report.get("speculation_up", True))
-            _put(self._not_serving, replica, not report.get("serving", True))
 
     def forget(self, replica: str) -> None:
         self._index.forget(replica)
         self._load.forget(replica)
-        self._without_drafter.discard(replica)
-        self._not_serving.discard(replica)
         self._suspects.pop(replica, None)
         self._reports.pop(replica, None)
 
@@ -102,7 +96,8 @@ class RoutingPolicy:
         """
         now = self._clock()
         suspects = (replica for replica, until in self._suspects.items() if now < until)
-        shunned = {*avoid, *suspects, *self._not_serving}
+        not_serving = (replica for replica, report in self._reports.items() if not report.get("serving", True))
+        shunned = {*avoid, *suspects, *not_serving}
         wanted = [replica for replica in replicas if replica not in shunned] or list(replicas)
         limit = self._settings.max_ongoing_requests
         room = [replica for replica in wanted if even_full or self._load.requests(replica) < limit]
@@ -114,7 +109,7 @@ class RoutingPolicy:
 
         def score(replica: str) -> tuple[float, int]:
             tokens = outstanding[replica] - self._settings.prefix_affinity * cached.get(replica, 0)
-            if request.wants_drafts and replica in self._without_drafter:
+            if request.wants_drafts and not self._reports.get(replica, {}).get("speculation_up", True):
                 tokens += request.answer_tokens
             return tokens, order.index(replica)
 
@@ -247,7 +242,3 @@ class PrefixIndex:
         blocks, capacity = self._blocks.get(replica), self._capacities.get(replica, DEFAULT_CAPACITY_TOKENS)
         while blocks and self._tokens[replica] > capacity:
             self._tokens[replica] -= blocks.popitem(last=False)[1]
-
-
-def _put(names: set[str], name: str, belongs: bool) -> None:
-    (names.add if belongs else names.discard)(name)
