@@ -165,15 +165,15 @@ def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
     architecture = (drafter.get("architectures") or ["none"])[0]
     problem = None
     if architecture not in SUPPORTED:
-        problem = f": drafter.model is a {architecture}; {', '.join(SUPPORTED)} can be trained"
+        problem = f"drafter.model is a {architecture}; {', '.join(SUPPORTED)} can be trained"
     elif (how := drafter.get("quantization_config")) is not None:
-        problem = f": drafter.model's weights are quantised ({how.get('quant_method')}); leave learn out"
+        problem = f"drafter.model's weights are quantised ({how.get('quant_method')}); leave learn out"
     elif mask_token(drafter, config.drafter.parallel_drafting) is not None:
-        problem = ": drafter.model drafts in one pass, which is not trained; set drafter.parallel_drafting: false"
+        problem = "drafter.model drafts in one pass, which is not trained; set drafter.parallel_drafting: false"
     elif config.serving.tenant_isolation:
-        problem = ": serving.tenant_isolation keeps answers from all others; leave one of the two out"
+        problem = "serving.tenant_isolation keeps answers from all others; leave one of the two out"
     if problem is not None:
-        raise ConfigError(f"drafter.learn{problem}")
+        raise ConfigError(f"drafter.learn: {problem}")
 
 
 def read_model_json(engine: EngineConfig | MLPSpeculatorConfig, section: str) -> dict[str, Any]:
