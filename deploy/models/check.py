@@ -160,8 +160,6 @@ def num_common_tokens(config: OutriderConfig) -> int | None:
 def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
     """Raises ConfigError if the draft model cannot be trained while it serves."""
     assert isinstance(config.drafter, DraftModelConfig)
-    learn = config.drafter.learn
-    assert learn is not None
     architecture = (drafter.get("architectures") or ["none"])[0]
     problem = None
     if architecture not in SUPPORTED:
