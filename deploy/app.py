@@ -21,13 +21,7 @@ from ray.serve.schema import LoggingConfig
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.serving.authentication import TOKEN_VARIABLE, Authenticator
 from outrider.cluster.backends import DEVICE_BACKENDS
-from outrider.cluster.config import (
-    ConfigError,
-    DraftModelConfig,
-    OutriderConfig,
-    ServingConfig,
-    parse_config,
-)
+from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
 from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
@@ -40,7 +34,7 @@ from outrider.cluster.placement import (
     pool_placement_of,
 )
 from outrider.deploy.models.check import check_models, num_common_tokens
-from outrider.deploy.preset import Overrides, resolve_config
+from outrider.deploy.preset import resolve_config
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +60,17 @@ _SURGE_PERCENT = 1
 def build(args: dict[str, Any]) -> Application:
     """Returns the application for Serve's ``args``.
 
-    Either ``config: PRESET_OR_FILE``, which ``gateway: "off"`` may stand beside, or the configuration tree itself.
-    Ports belong to Serve's own ``grpc_options`` and ``http_options`` here.
+    Either ``config: PRESET_OR_FILE`` or the configuration tree itself. Ports belong to Serve's own ``grpc_options`` and
+    ``http_options`` here.
 
     Raises ConfigError naming the argument or the configuration field.
     """
     config = config_from_args(args)
-    _compare_models(config)
+    models = [config.target.model, config.drafter_model or config.target.model]
+    if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
+        logger.warning("models are not checked: %s is not on this node; run outrider doctor where it is", away[0])
+    else:
+        check_models(config)
     plan = plan_replica(config)
     for warning in plan.warnings:
         logger.warning("%s", warning)
@@ -83,21 +81,9 @@ def config_from_args(args: dict[str, Any]) -> OutriderConfig:
     """Returns the configuration of Serve's ``args``. Raises ConfigError."""
     if "config" not in args:
         return parse_config(args, "args")
-    if unknown := sorted(set(args) - {"config", "gateway"}):
+    if unknown := sorted(set(args) - {"config"}):
         raise ConfigError(f"args.{unknown[0]}: unknown beside args.config; write it into the configuration file")
-    return resolve_config(str(args["config"]), Overrides(gateway=args.get("gateway")))
-
-
-def _compare_models(config: OutriderConfig) -> None:
-    """Checks the checkpoints that this node has. Raises ConfigError.
-
-    Tokenizers of other nodes are compared when the target links to a drafter (cluster/vocabulary.py).
-    """
-    models = [config.target.model, config.drafter_model or config.target.model]
-    if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
-        logger.warning("models are not checked: %s is not on this node; run outrider doctor where it is", away[0])
-    else:
-        check_models(config)
+    return resolve_config(str(args["config"]))
 
 
 @dataclass(frozen=True)
@@ -228,19 +214,11 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         ).bind(config, plan.pool, plan.cores, num_common)
     return ingress.bind(
         target.bind(config, plan.placement, plan.cores, num_common),
-        config.served_model_name,
-        config.num_speculative_tokens,
+        config,
         broadcast=broadcast,
         authenticator=authenticator(serving),
-        limits=serving,
-        max_retries=serving.most_replicas - 1,
-        isolates_tenants=serving.tenant_isolation,
         is_stopping=is_stopping,
-        num_ingresses=serving.num_ingresses,
-        num_targets=serving.most_replicas,
-        allowed_origins=tuple(serving.allowed_origins),
         pool=pool,
-        takes_new_weights=config.target.takes_new_weights,
     )
 
 

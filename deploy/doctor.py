@@ -36,12 +36,11 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Holds the result of one check, and how to fix a problem."""
+    """Holds the result of one check."""
 
     level: Level
     subject: str
     text: str
-    fix: str = ""
 
 
 def checked(subject: str, check: Callable[[], object], text: str = "") -> Finding:
@@ -49,14 +48,8 @@ def checked(subject: str, check: Callable[[], object], text: str = "") -> Findin
     try:
         found = check()
     except ValueError as error:  # ConfigError, and JSON that cannot be read
-        return failed(subject, error)
+        return Finding(Level.FAIL, subject, str(error))
     return Finding(Level.OK, subject, text or str(found))
-
-
-def failed(subject: str, error: ValueError) -> Finding:
-    """Splits an error of the form ``field: problem; fix``."""
-    problem, _, fix = str(error).partition("; ")
-    return Finding(Level.FAIL, subject, problem, fix or "see docs/configuration.md")
 
 
 def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
@@ -66,14 +59,14 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
         config = resolve_config(config_or_preset, overrides)
         gpu = engine_on_gpu()
     except ConfigError as error:
-        return [*findings, failed("configuration", error)]
+        return [*findings, Finding(Level.FAIL, "configuration", str(error))]
     findings.append(Finding(Level.OK, "configuration", describe(config)))
     for choice in choices(config) if gpu else ():
         text = f"{choice.value:g} (GPU: {choice.why})"
         findings.append(Finding(Level.OK, f"{choice.section}.{choice.key}", text))
     findings += check_checkpoints(config)
     findings += check_devices(config, gpu)
-    findings.append(checked("ports", lambda: _ports(config)))
+    findings.append(checked("ports", lambda: settle_ports(config), "those that are set are free"))
     if (gateway := config.serving.gateway) != "off":
         findings.append(checked("gateway", lambda: contents(gateway), "its certificates and keys can be read"))
     return findings
@@ -105,15 +98,14 @@ def check_checkpoints(config: OutriderConfig) -> list[Finding]:
     findings = [_files(section, engine.model, engine) for section, engine in engines.items()]
     if config.drafter_model is not None and "drafter" not in engines:  # co-located
         findings.append(_files("drafter", config.drafter_model, config.target))
-    text = "heads fit ranks, lengths fit positions, vocabularies agree"
+    text = "heads fit ranks, vocabularies agree"
     return [*findings, checked("models", lambda: check_models(config), text)]
 
 
 def _files(section: str, model: str, engine: EngineConfig) -> Finding:
     subject = f"{section}.model"
     if not Path(model).is_dir():
-        fix = "fetch it first where the machine that serves has no way to the hub, and give the directory"
-        return Finding(Level.WARN, subject, f"{model} is a hub id: its weights are fetched at start-up", fix)
+        return Finding(Level.WARN, subject, f"{model} is a hub id: its weights are fetched at start-up")
     has_weights = engine.engine_args.get("load_format") != "dummy"
     return checked(subject, lambda: check_files(section, Path(model), has_weights=has_weights), model)
 
@@ -123,11 +115,10 @@ def check_devices(config: OutriderConfig, gpu: bool) -> list[Finding]:
     try:
         plan = plan_replica(config)
     except ConfigError as error:
-        return [failed("cores", error)]
+        return [Finding(Level.FAIL, "cores", str(error))]
     if not gpu:
         cores = Finding(Level.OK, "cores", f"{len(available_cores())} usable")
-        fix = "use a machine with more cores, or fewer ranks and replicas"
-        return [Finding(Level.WARN, "cores", text, fix) for text in plan.warnings] or [cores]
+        return [Finding(Level.WARN, "cores", text) for text in plan.warnings] or [cores]
     drafters = 0 if config.remote_drafter is None else config.remote_drafter.num_drafters
     wanted = int(plan.total("GPU", config.serving.num_replicas, drafters))
     return [checked("GPUs", lambda: check_gpus(number_of_gpus(), wanted))]
@@ -142,8 +133,3 @@ def check_gpus(found: int, wanted: int) -> str:
             "Ray cluster"
         )
     return text
-
-
-def _ports(config: OutriderConfig) -> str:
-    _, http_port, grpc_port = settle_ports(config).serving.public
-    return f"gRPC {grpc_port} and HTTP {http_port} are free"

@@ -12,8 +12,6 @@ _PICKED_FROM = range(20_000, 32_000)
 """Range above the ports of Ray's workers and below those of outgoing connections (Linux), which may be taken before
 Serve listens."""
 
-_TRIES = 100
-
 PORTS = ("grpc_port", "http_port")
 
 _draw = random.SystemRandom()
@@ -40,11 +38,10 @@ def port_is_free(port: int, host: str | None = None) -> bool:
 
 
 def pick_free_port() -> int:
-    """Returns a free port that other programs are unlikely to take. Raises ConfigError if all tried are in use."""
-    for port in _draw.sample(_PICKED_FROM, _TRIES):
-        if port_is_free(port):
-            return port
-    raise ConfigError(f"serving: {_TRIES} ports from {_PICKED_FROM[0]} on are in use; name ports that are free")
+    """Returns a free port that other programs are unlikely to take."""
+    while not port_is_free(port := _draw.choice(_PICKED_FROM)):
+        pass
+    return port
 
 
 def settle_ports(config: OutriderConfig) -> OutriderConfig:

@@ -13,7 +13,6 @@ from outrider.deploy.models.store import BY_HUB_ID, PRESET_MODELS, find_copy
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
-
 _PRESETS = Path(__file__).parent / "presets"
 
 
@@ -32,8 +31,6 @@ class Overrides:
 
     grpc_port: int | None = None
     http_port: int | None = None
-    gateway: str | None = None
-    """``off``, in place of ``serving.gateway``."""
 
 
 def preset_names() -> list[str]:
@@ -83,14 +80,12 @@ def _set_ports(tree: dict[str, Any], config: OutriderConfig, overrides: Override
     """Sets the public ports: the gateway's, or without one Serve's."""
     ports = {"grpc_port": overrides.grpc_port, "http_port": overrides.http_port}
     given = {name: port for name, port in ports.items() if port is not None}
-    if not given and overrides.gateway is None:
+    if not given:
         return
     serving = tree.setdefault("serving", {})
-    if overrides.gateway is not None:
-        serving["gateway"] = overrides.gateway
     if config.serving.gateway == "off":
         serving.update(given)
-    elif given:
+    else:
         serving["gateway"] = {**(serving.get("gateway") or {}), **given}
 
 
@@ -99,8 +94,7 @@ def locate(model: str, field: str) -> str:
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
         return str(path.resolve())
-    is_hub_id = _HUB_ID.fullmatch(model) and not model.startswith((".", "~"))
-    if is_hub_id and not path.is_file() and (not path.exists() or os.path.sep not in model):
+    if _HUB_ID.fullmatch(model) and not path.is_file() and (not path.exists() or os.path.sep not in model):
         return model  # a directory of the same name does not matter
     what = "does not exist" if not path.exists() else "is a file" if path.is_file() else "holds no config.json"
     raise ConfigError(

@@ -13,7 +13,6 @@ import ray
 from outrider.actors.serve_adapter.ray_processes import wait_longer_for_node
 from outrider.cluster.config_section import ConfigError
 from outrider.cluster.placement import NAMESPACE
-from outrider.deploy.ray_access import TOKEN
 
 OBJECT_STORE_BYTES = 256 << 20
 """Nothing large travels through Ray's object store: tokens are a few hundred bytes a round."""
@@ -45,7 +44,7 @@ def start_ray(
         The logs of a new cluster; None for one that was there.
 
     Raises:
-        ConfigError: Ray cannot write its token, or this machine is too busy.
+        ConfigError: this machine is too busy.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(*WORKER_NICENESS)
@@ -66,11 +65,6 @@ def start_ray(
                 **logs,
             )
     except Exception as error:
-        if isinstance(error, OSError) and ".ray" in Path(str(error.filename)).parts:
-            raise ConfigError(
-                f"HOME: Ray cannot keep its token at {error.filename} ({error.strerror}); set {TOKEN} to a long "
-                "secret, or HOME to a directory that can be written to"
-            ) from None
         if "timed out during startup" in str(error):
             raise ConfigError(
                 f"Ray: its node has not come up within {RAY_STARTS_WITHIN_S:g} s; end what else keeps this machine "

@@ -27,22 +27,17 @@ def load(checkpoint: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
 def local_copy(model: str, revision: str | None) -> Path:
     """Returns a checkpoint's directory; a hub id's is fetched where it is missing. Raises what the hub's client
     raises."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model, revision=revision))
+    path = Path(model).expanduser()
+    return path if path.is_dir() else Path(snapshot_download(model, revision=revision))
 
 
 def tensors_of(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields every tensor of a checkpoint's safetensors files, by name."""
     from safetensors import safe_open
 
-    places: dict[str, Path] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            places |= dict.fromkeys(opened.keys(), file)
-    for name in sorted(places):
-        with safe_open(places[name], "pt") as opened:
-            yield name, opened.get_tensor(name)
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                yield name, opened.get_tensor(name)

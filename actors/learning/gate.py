@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 LEAST_TEXTS = 12
 """The least held-out texts, of different prompts, for a decision."""
 
@@ -32,13 +34,11 @@ class Difference:
     @staticmethod
     def of(new: Sequence[float], old: Sequence[float]) -> Difference:
         """Compares the acceptance of two versions on the same texts."""
-        each = [n - o for n, o in zip(new, old, strict=True)]
-        count = len(each)
-        if count < 2:
-            return Difference(sum(each), math.inf, count)
-        mean = sum(each) / count
-        variance = sum((one - mean) ** 2 for one in each) / (count - 1)
-        return Difference(mean, _STUDENT_95 * math.sqrt(variance / count), count)
+        each = np.subtract(new, old)
+        if len(each) < 2:
+            return Difference(float(each.sum()), math.inf, len(each))
+        margin = _STUDENT_95 * each.std(ddof=1) / math.sqrt(len(each))
+        return Difference(float(each.mean()), float(margin), len(each))
 
     @property
     def is_gain(self) -> bool:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -161,10 +160,8 @@ class Trainer:
             named = named[named < self.vocab_size]
         return DraftIds.sampled(named, self.vocab_size, SAMPLED_IDS, seed, self._device)
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._dtype)
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype != torch.float32)
 
     def _answers(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the tokens of all answers, int64 [A], and the target's likeliest at each: int64, float32 [A, T]."""

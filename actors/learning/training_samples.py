@@ -20,9 +20,6 @@ _IDENTITY_TOKENS = 512
 _MOST_WAITING_TOKENS = 200_000
 """The most tokens of all parts that the trainer has not fetched."""
 
-_LEAST_LIKELIEST = -20.0
-"""The likeliest token of a vocabulary is likelier, so this was no distribution."""
-
 
 class SampleCollector:
     """Cuts answers into parts while lessons about them come."""
@@ -37,7 +34,7 @@ class SampleCollector:
     def add(self, key: Hashable, text: Sequence[int], lesson: TrainingSample, greedy: bool) -> None:
         """text: of the sequence, all that was committed. A lesson that does not follow the last one begins a part."""
         start, end = lesson.position, lesson.position + len(lesson.ids)
-        if not 1 <= start < end <= len(text) or lesson.log_p[:, 0].min() < _LEAST_LIKELIEST:
+        if not 1 <= start < end <= len(text):
             return
         if key not in self._prompts:
             last = np.array(text[max(0, start - _IDENTITY_TOKENS) : start], np.int32).tobytes()

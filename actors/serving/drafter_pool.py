@@ -10,18 +10,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import ray
 from prometheus_client.core import Metric
 from ray import serve
 
-from outrider.actors.drafter.actor import drafter_name, drafter_status, has_loaded, launch_drafter
-from outrider.actors.observability.environment import process_environment
+from outrider.actors.drafter.actor import drafter_name, drafter_status, has_loaded
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.replica_calls import ReplicaReply, sign
 from outrider.actors.serve_adapter.replica_log import serve_log_kept
+from outrider.actors.serving.launch import Launch
 from outrider.actors.serving.registry_client import CONTROL_TIMEOUT_S, ENDS_WITHIN_S, RegistryClient
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.drafter_registry import Member, fingerprint
@@ -56,27 +55,22 @@ class DrafterPool:
         core_plan: CorePlan | None,
         num_common_tokens: int | None = None,
     ) -> None:
-        assert config.remote_drafter is not None
         self._replica = serve.get_replica_context().replica_id.unique_id
         name = drafter_name(self._replica)
         node = ray.get_runtime_context().get_node_id()
         member = Member(self._replica, pooled=True, fingerprint=fingerprint(config), node=node)
-        launch = partial(
-            launch_drafter,
-            config.remote_drafter,
-            config.speculation,
-            num_common_tokens=num_common_tokens,
-            replica=self._replica,
-            app_name=config.serving.app_name,
-            ray_address=ray.get_runtime_context().gcs_address,
-            group=ray.util.get_current_placement_group(),
-            placement=placement,
-            cores=None if core_plan is None else [list(cores) for cores in core_plan.drafter],
-            environment=process_environment(config.serving),
+        launch = Launch(
+            config,
+            self._replica,
+            ray.get_runtime_context().gcs_address,
+            ray.util.get_current_placement_group(),
+            placement,
+            core_plan,
+            num_common_tokens,
         )
         with serve_log_kept():
             self._registry_client = RegistryClient(config.serving.app_name, member)
-            self._drafter = await self._load(launch)
+            self._drafter = await self._load(launch.start_drafter)
         self._metrics = ReplicaMetrics(config.served_model_name, None, lambda: drafter_status(name, ANSWER_WITHIN_S))
         self._registry_client.update(drafter=name, trouble="")  # only now: targets link to it
 

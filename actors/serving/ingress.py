@@ -54,7 +54,7 @@ from outrider.actors.serving.openai.forward import OpenAIForwarder
 from outrider.actors.serving.openai.rollouts import add_rollout_routes
 from outrider.actors.serving.running import RunningRequest, RunningRequests
 from outrider.actors.serving.shared_poll import SharedPoll
-from outrider.cluster.config import ServingConfig
+from outrider.cluster.config import OutriderConfig
 from outrider.v1 import generation_pb2 as pb
 
 CONTROL_TIMEOUT_S = 5.0
@@ -68,63 +68,40 @@ class Ingress(HandleCalls, HealthCalls):
     def __init__(
         self,
         target: DeploymentHandle,
-        served_model_name: str,
-        num_speculative_tokens: int,
+        config: OutriderConfig,
         *,
         broadcast: Broadcast,
         authenticator: Authenticator,
-        limits: ServingConfig,
-        max_retries: int = 1,
-        isolates_tenants: bool = False,
-        is_stopping: Callable[[], bool] = bool,
-        num_ingresses: int = 1,
-        num_targets: int = 1,
-        allowed_origins: tuple[str, ...] = (),
-        pool: DeploymentHandle | None = None,
-        takes_new_weights: bool = False,
+        is_stopping: Callable[[], bool],
+        pool: DeploymentHandle | None,
     ) -> None:
         """Prepares the calls to the Target deployment.
 
         Args:
             target: The Target deployment.
-            served_model_name: Name that requests may give as their model.
-            num_speculative_tokens: K; 0 without a drafter.
+            config: The whole configuration.
             broadcast: Calls all replicas of a deployment.
             authenticator: Checks callers.
-            limits: Bounds of timeouts and answers.
-            max_retries: How often a request is sent again whose replica is lost before there is any output.
-            isolates_tenants: A caller's prompts share cached blocks only with prompts of the same caller.
             is_stopping: Whether Serve is taking this replica down.
-            num_ingresses: Ingress replicas of the deployment.
-            num_targets: The largest number of target replicas.
-            allowed_origins: For CORS.
             pool: The DrafterPool deployment, where there is one.
-            takes_new_weights: Whether there are routes that replace the target's weights.
         """
         HealthCalls.__init__(self)
         silence_refusal_logs()
-        self._target, self._broadcast, self._authenticator, self._limits = target, broadcast, authenticator, limits
+        self._target, self._config, self._pool = target, config, pool
+        self._broadcast, self._authenticator, self._is_stopping = broadcast, authenticator, is_stopping
         self._generate = target.generate.options(stream=True)
-        self._served = ServedModel(served_model_name, num_speculative_tokens, limits)
+        self._served = ServedModel(config.served_model_name, config.num_speculative_tokens, config.serving)
         self._status_poll = SharedPoll(self._ask_status)
-        self._max_retries = max_retries
         self._running = RunningRequests()
-        self._isolates_tenants = isolates_tenants
-        self._is_stopping = is_stopping
-        self._num_ingresses = num_ingresses
         self._started_unix_s = time.time()
-        self._forwarder = OpenAIForwarder(
-            target, self._running, limits, served_model_name, max_retries, isolates_tenants, num_targets
-        )
-        self._allowed_origins, self._pool = allowed_origins, pool
-        self._takes_new_weights = takes_new_weights
+        self._forwarder = OpenAIForwarder(target, self._running, config)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = build_http_app(
-            self, self._authenticator, self._forwarder, self._target, self._pool, self._broadcast, self._allowed_origins
-        )
-        if self._takes_new_weights:
-            add_rollout_routes(app, self._target, self._broadcast, self._limits.greatest_timeout_s)
+        serving = self._config.serving
+        deployments = self._target, self._pool, self._broadcast
+        app = build_http_app(self, self._authenticator, self._forwarder, *deployments, serving.allowed_origins)
+        if self._config.target.takes_new_weights:
+            add_rollout_routes(app, self._target, self._broadcast, serving.greatest_timeout_s)
         return app
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
@@ -191,7 +168,7 @@ class Ingress(HandleCalls, HealthCalls):
 
     async def all_metrics(self) -> list[Metric]:
         """Returns the metrics of all ingress replicas that answer, labelled with the replica."""
-        if self._num_ingresses == 1:
+        if self._config.serving.num_ingresses == 1:
             return await self.metrics()
         found = {_this_replica(): await self.metrics()}
         with suppress(DeploymentUnavailableError, ConnectionError):
@@ -295,7 +272,7 @@ class Ingress(HandleCalls, HealthCalls):
         timeout = dict(grpc_context.invocation_metadata()).get(GRPC_TIMEOUT_HEADER)
         grpc_timeout = timeout if isinstance(timeout, str) else None
         checked = to_generation_request(request, self._served, request_id=request_id, grpc_timeout=grpc_timeout)
-        tenant = owner if self._isolates_tenants else 0
+        tenant = owner if self._config.serving.tenant_isolation else 0
         salt = tenant_salt(tenant, checked.cache_salt) if tenant else checked.cache_salt
         return replace(checked, caller=owner, tenant=tenant, cache_salt=salt, trace_headers=trace_headers)
 
@@ -307,7 +284,7 @@ class Ingress(HandleCalls, HealthCalls):
 
         ends = _FinishTracker(request.num_answers)
         with self._running.hold(request.caller, request.request_id) as running:
-            outputs = running.messages(send, request, max_retries=self._max_retries)
+            outputs = running.messages(send, request, max_retries=self._config.serving.most_replicas - 1)
             async with aclosing(outputs):
                 async for output in outputs:
                     ends.note(output)

@@ -1,6 +1,6 @@
 """Starts what a replica consists of on its placement group: the drafter actor, and vLLM's configuration of the target.
 
-A Serve replica (``replica.py``) and the library (``deploy/llm``) share it.
+Serve replicas (``replica.py``, ``drafter_pool.py``) and the library (``deploy/llm``) share it.
 """
 
 from __future__ import annotations

@@ -46,10 +46,7 @@ from outrider.actors.serving.registry_client import CONTROL_TIMEOUT_S, RegistryC
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.drafter_registry import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
-from outrider.cluster.placement import (
-    CorePlan,
-    ReplicaPlacement,
-)
+from outrider.cluster.placement import CorePlan, ReplicaPlacement
 
 if TYPE_CHECKING:
     from outrider.actors.serving.openai.app import OpenAIApp

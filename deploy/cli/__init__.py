@@ -29,7 +29,6 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character shows a question mark
         sys.stdout.reconfigure(errors="replace")
     about = "Speculative decoding for vLLM on Ray."
@@ -45,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
             )
             if name == chosen:
-                importlib.import_module(f"outrider.deploy.cli.{_module(name)}").add_arguments(command)
+                importlib.import_module(f"outrider.deploy.cli.{name.replace('-', '_')}").add_arguments(command)
         args, flags = parser.parse_known_args(arguments)
-        module = importlib.import_module(f"outrider.deploy.cli.{_module(args.command)}")
+        module = importlib.import_module(f"outrider.deploy.cli.{args.command.replace('-', '_')}")
         if flags and not getattr(module, "TAKES_FLAGS_OF_VLLM", False):
-            commands.choices[args.command].error(_unrecognized(flags, commands.choices[args.command]))
+            commands.choices[args.command].error(f"unrecognized arguments: {' '.join(flags)}")
         args.flags = flags
         status = int(module.run(args))
         try:
@@ -62,33 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return 1
     return status
-
-
-def _unrecognized(words: Sequence[str], command: argparse.ArgumentParser) -> str:
-    """Returns what is wrong with words that a command does not take, and the arguments that they may stand for."""
-    known = {option: option for action in command._actions for option in action.option_strings}
-    known |= {
-        f"--{action.dest}": f"{action.metavar} without a flag"
-        for action in command._actions
-        if not action.option_strings
-    }
-    names = [word.partition("=")[0].replace("_", "-") for word in words]
-    meant = list(dict.fromkeys(known[name] for name in names if name in known))
-    return f"unrecognized arguments: {' '.join(words)}" + (f"; write {', '.join(meant)}" if meant else "")
-
-
-def _open_closed_streams() -> None:
-    """Opens the null device in place of standard streams that the caller has closed. Other files would get their
-    numbers."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, mode)  # noqa: SIM115 - it stays open
-            os.set_inheritable(stream.fileno(), True)
-            setattr(sys, name, stream)
-
-
-def _module(command: str) -> str:
-    return command.replace("-", "_")
 
 
 def _discard_output() -> None:

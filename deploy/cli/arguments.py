@@ -63,19 +63,12 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def credentials_of(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
-    """Returns credentials for TLS, or None for plain text. Raises ValueError naming the flag."""
+    """Returns credentials for TLS, or None for plain text. Raises ValueError naming the flag, and OSError."""
     if (args.client_cert is None) != (args.client_key is None):
         raise ValueError("--client-cert and --client-key belong together; give both, or neither")
     if not (args.tls or args.ca or args.client_cert or args.address.startswith("https://")):
         return None
-    found = []
-    for flag, path in (("--ca", args.ca), ("--client-key", args.client_key), ("--client-cert", args.client_cert)):
-        try:
-            found.append(None if path is None else path.read_bytes())
-        except OSError as error:
-            raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
-        if found[-1] is not None and b"-----BEGIN " not in found[-1]:
-            raise ValueError(f"{flag}: {path} is no PEM file")
+    found = (path and path.read_bytes() for path in (args.ca, args.client_key, args.client_cert))
     return grpc.ssl_channel_credentials(*found)
 
 
@@ -97,13 +90,8 @@ def exit_status(command: str, work: Callable[[], None], *, interrupted: str = "i
 
 
 def check_can_write(option: str, path: Path) -> None:
-    """Raises ConfigError unless a file can be written. It does not change an existing file."""
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option}: {path.parent} is no directory; make it, or write elsewhere")
-    there = path.exists()
+    """Raises ConfigError unless a file can be written. It makes an empty one where there is none."""
     try:
         path.open("ab").close()
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}); write elsewhere") from None
-    if not there:
-        path.resolve().unlink()  # keeps a link that leads to it

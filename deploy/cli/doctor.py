@@ -1,6 +1,6 @@
 """Implements ``outrider doctor``: checks a configuration against this machine, before anything is loaded.
 
-It prints one line for each check: OK, WARN or FAIL, with a fix. Exit status 1 if a check fails, else 0.
+It prints one line for each check: OK, WARN or FAIL. Exit status 1 if a check fails, else 0.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ def run(args: argparse.Namespace) -> int:
 def render(findings: Sequence[Finding]) -> str:
     """Returns one line for each finding, and a summary."""
     width = max(len(finding.subject) for finding in findings)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.level.ljust(4)}  {finding.subject.ljust(width)}  {finding.text}")
-        if finding.fix:
-            lines.append(f"{'':6}{'':{width}}  fix: {finding.fix}")
+    lines = [f"{each.level.ljust(4)}  {each.subject.ljust(width)}  {each.text}" for each in findings]
     counts = (f"{sum(finding.level is level for finding in findings)} {level}" for level in Level)
     return "\n".join([*lines, ", ".join(counts)])

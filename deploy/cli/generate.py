@@ -10,8 +10,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format
@@ -36,23 +34,11 @@ def _bias(text: str) -> tuple[int, float]:
     return int(token_id), float(bias)
 
 
-def _text_or_file(mark: str) -> Callable[[str], str]:
-    """Returns a parser of arguments that are a text with the mark in it, or the path of a file with such a text."""
-
-    def read(text: str) -> str:
-        try:
-            return text if mark in text else Path(text).read_text(encoding="utf-8")
-        except OSError as error:
-            raise argparse.ArgumentTypeError(f"cannot read {text!r}: {error.strerror}") from None
-
-    return read
-
-
 _CONSTRAINTS: dict[str, dict[str, Any]] = {
-    "json_schema": {"type": _text_or_file("{"), "help": "answer in JSON of this schema, or the one in this file"},
+    "json_schema": {"help": "answer in JSON of this schema"},
     "json_object": {"action": "store_true", "default": None, "help": "answer with a JSON object"},
     "regex": {"help": "answer with a match of this pattern"},
-    "grammar": {"type": _text_or_file(":"), "help": "answer in this EBNF or Lark grammar, or the one in this file"},
+    "grammar": {"help": "answer in this EBNF or Lark grammar"},
     "choice": {"action": "append", "help": "answer with one of those given"},
 }
 _SAMPLING = [field for field in pb.SamplingParameters.DESCRIPTOR.fields if field.name != "structured_outputs"]
@@ -120,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
                 print_text(client, prompt, options)
     except OutriderError as error:
         return fail(str(error))
-    except ValueError as error:  # wrong flags, standard input that is no text, or a malformed key
+    except (ValueError, FileNotFoundError, PermissionError) as error:  # wrong flags or files, or a malformed key
         return fail(str(error), status=2)
     return 0
 

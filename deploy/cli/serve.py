@@ -26,7 +26,6 @@ from outrider.deploy.progress import Progress
 
 DASHBOARD_LIMIT_S = 180
 
-
 TAKES_FLAGS_OF_VLLM = True
 
 
@@ -121,7 +120,7 @@ def resolve(args: argparse.Namespace) -> OutriderConfig:
     if args.config_file is not None or is_preset(config) or Path(config).is_file():
         if ignored := [*args.flags, *given_own_flags(args)]:
             raise ConfigError(f"{ignored[0]}: belongs to a MODEL; write it into the configuration file instead")
-        return resolve_config(config, _overrides(args))
+        return resolve_config(config, Overrides(args.target, args.drafter, args.dtype, args.grpc_port, args.http_port))
     if "/" not in config and not Path(config).is_dir():
         raise ConfigError(
             f"config: {config!r} is neither a preset ({', '.join(preset_names())}) nor a file, a checkpoint "
@@ -130,10 +129,6 @@ def resolve(args: argparse.Namespace) -> OutriderConfig:
     if args.target is not None:
         raise ConfigError("--target: belongs to a preset or a file; the model is the target already")
     return config_from_flags(config, args, args.flags)
-
-
-def _overrides(args: argparse.Namespace) -> Overrides:
-    return Overrides(args.target, args.drafter, args.dtype, args.grpc_port, args.http_port)
 
 
 def as_yaml(config: OutriderConfig) -> str:

@@ -16,8 +16,6 @@ from outrider.cluster.config import ConfigError, load_config
 from outrider.deploy.cli import fail
 from outrider.deploy.gateway import TOKEN_VARIABLE, Gateway
 
-LOOPBACK = "127.0.0.1"
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m outrider.deploy.gateway", description="Run a node's gateway.")
@@ -31,7 +29,7 @@ def main() -> int:
         if not own[0] or not own[1]:
             raise ConfigError("serving.http_port, serving.grpc_port: write the ports of Serve's proxies")
         token = os.environ.get(TOKEN_VARIABLE, "")
-        gateway = Gateway(config, token, (LOOPBACK, own[0]), (LOOPBACK, own[1]))
+        gateway = Gateway(config, token, ("127.0.0.1", own[0]), ("127.0.0.1", own[1]))
         ends = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ends.set())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from pathlib import Path
 from string import Template
 
@@ -20,8 +19,6 @@ _NEVER = 253402300800
 
 _CLIENT_TIMEOUT_S = 60.0
 """Longest TLS handshake, and longest time that a client reads nothing of a response that waits for it."""
-
-_MAX_CONNECTIONS = 8192
 
 
 def contents(config: GatewayConfig) -> dict[str, bytes]:
@@ -47,12 +44,9 @@ def render(config: GatewayConfig, directory: Path, backends: dict[str, str]) -> 
         if config.tls.client_ca is not None:
             tls += f" ca-file {directory}/clients.pem verify required"
     both = " v4v6" if config.host == "::" else ""
-    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    most = _MAX_CONNECTIONS if open_files == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, open_files // 4)
     return Template((Path(__file__).parent / "haproxy.cfg").read_text()).substitute(
         backends,
         directory=directory,
-        maxconn=most,
         threads=min(4, len(os.sched_getaffinity(0))),
         header_timeout_ms=round(config.header_timeout_s * 1000),
         idle_timeout_ms=round(config.idle_timeout_s * 1000),

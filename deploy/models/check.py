@@ -1,12 +1,11 @@
 """Checks a configuration against the files of its checkpoints, before anything is started.
 
-Of what vLLM checks itself it repeats the most frequent mistakes only: ranks and lengths.
+Of what vLLM checks itself it repeats the most frequent mistake only: ranks.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from outrider.actors.learning.draft_models import SUPPORTED
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, MLPSpeculatorConfig, OutriderConfig
 from outrider.cluster.vocabulary import mask_token, read_vocabulary
-from outrider.deploy.models.fetch import FetchError, fetch_from_hub
+from outrider.deploy.models.fetch import fetch_from_hub
 from outrider.deploy.models.identity import check_made_for, weights_digest
 
 ModelJson = Mapping[str, Any]
@@ -29,7 +28,7 @@ def check_models(config: OutriderConfig) -> None:
     The config.json of a hub id is downloaded. vLLM checks co-located drafters, but not which target they were made for.
     """
     target = read_model_json(config.target, "target")
-    _check_sizes(target, config.target, "target")
+    check_tensor_parallel(target, config.target.tensor_parallel_size, "target")
     if config.drafter_model is not None and Path(config.target.model).is_dir() and Path(config.drafter_model).is_dir():
         check_made_for(Path(config.target.model), Path(config.drafter_model))
     if isinstance(config.drafter, MLPSpeculatorConfig):
@@ -41,17 +40,15 @@ def check_models(config: OutriderConfig) -> None:
     if not isinstance(config.drafter, DraftModelConfig):
         return
     drafter = read_model_json(config.drafter, "drafter")
-    _check_sizes(drafter, config.drafter, "drafter")
+    check_tensor_parallel(drafter, config.drafter.tensor_parallel_size, "drafter")
     if mask_token(drafter, config.drafter.parallel_drafting) is None and config.speculation.num_paths > 1:
         raise ConfigError(
             f"speculation.num_paths: {config.speculation.num_paths} paths need a draft model that drafts in one pass, "
             "and drafter.model does not; leave it out"
         )
-    if num_common_tokens(config) is None:
-        tokens = [read_vocabulary(each.model) for each in (config.target, config.drafter)]
-        if vocab_size(target) != vocab_size(drafter):  # only the tokenizers of hub ids can tell why
-            sides = ((config.target, "target"), (config.drafter, "drafter"))
-            tokens = [read_vocabulary(str(_file(each, part, "tokenizer.json").parent)) for each, part in sides]
+    if num_common_tokens(config) is None and vocab_size(target) != vocab_size(drafter):
+        sides = ((config.target, "target"), (config.drafter, "drafter"))
+        tokens = [read_vocabulary(str(_file(each, part, "tokenizer.json").parent)) for each, part in sides]
         check_vocabularies(target, drafter, (tokens[0], tokens[1]))
     if config.drafter.learn is not None:
         check_learns(config, drafter)
@@ -69,12 +66,8 @@ def check_files(section: str, directory: Path, *, has_weights: bool = True) -> N
     if not has_weights:
         return
     weights_digest(directory, contents=False)  # reads the header of every file
-    index, names = directory / "model.safetensors.index.json", set[str]()
-    try:
-        if index.is_file():
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{section}.model: {index} is damaged ({error}); {_AGAIN}") from None
+    index = directory / "model.safetensors.index.json"
+    names = set(_read_json(index, section).get("weight_map", {}).values()) if index.is_file() else set()
     if missing := sorted(name for name in names if not (directory / name).is_file()):
         raise ConfigError(
             f"{section}.model: {directory}: {missing[0]} of {len(names)} weight files is missing; {_AGAIN}"
@@ -99,20 +92,6 @@ def check_tensor_parallel(document: ModelJson, tensor_parallel_size: int, sectio
         )
 
 
-def _check_sizes(document: ModelJson, engine: EngineConfig, section: str) -> None:
-    check_tensor_parallel(document, engine.tensor_parallel_size, section)
-    if "hf_overrides" in engine.engine_args:
-        return  # vLLM checks the result of the overrides
-    model = text_model(document)
-    limit = model.get("max_position_embeddings")
-    scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
-    if engine.max_model_len and isinstance(limit, int) and engine.max_model_len > limit and not scaled:
-        raise ConfigError(
-            f"{section}.max_model_len: {engine.max_model_len} is above the {limit} positions {section}.model was made "
-            "for (max_position_embeddings); lower it"
-        )
-
-
 def vocab_size(document: ModelJson) -> Any:
     """Returns the rows of the embeddings by config.json, padding included."""
     return text_model(document).get("vocab_size")
@@ -122,9 +101,6 @@ def check_vocabularies(
     target: ModelJson, drafter: ModelJson, tokens: tuple[Mapping[str, int] | None, Mapping[str, int] | None]
 ) -> None:
     """Raises ConfigError if the token ids of the two models may mean different tokens.
-
-    Sizes may differ, since models of one family are padded differently, but then both tokenizers are needed to tell
-    that it is padding.
 
     Args:
         tokens: Vocabularies of target and drafter, entry -> id; None where there is none.
@@ -156,21 +132,14 @@ def common_tokens(
     differing = {i for i in token_of[0].keys() | token_of[1].keys() if token_of[0].get(i) != token_of[1].get(i)}
     if not differing:
         return None
-    texts = sorted(
-        i for i in differing for ids, more in zip(token_of, added, strict=True) if i in ids and i not in more
-    )
-    if texts:
-        its, ours = token_of[1].get(texts[0]), token_of[0].get(texts[0])
+    first = min(differing)
+    is_text = [{i for i in ids if i not in more} for ids, more in zip(token_of, added, strict=True)]
+    if (wrong := differing & (is_text[0] | is_text[1])) or max(is_text[0], default=0) > first:
+        which = min(wrong, default=first)
         raise ConfigError(
             f"drafter.model: its tokenizer differs from the target's in {len(differing)} of {len(target)} ids, e.g. "
-            f"{texts[0]} is {its!r} and not {ours!r}; use a drafter of the same model family"
-        )
-    first = min(differing)
-    if lost := sum(i > first and i not in added[0] for i in token_of[0]):
-        raise ConfigError(
-            f"drafter.model: its tokenizer has {token_of[1].get(first)!r} where the target's has "
-            f"{token_of[0].get(first)!r} (id {first}), and only ids below one that differs are drafted: {lost} of the "
-            f"text's tokens are above it; use a drafter of the same model family"
+            f"{which} is {token_of[1].get(which)!r} and not {token_of[0].get(which)!r}, and only ids "
+            "below a difference are drafted; use a drafter of the same model family"
         )
     return first
 
@@ -191,30 +160,26 @@ def num_common_tokens(config: OutriderConfig) -> int | None:
 def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
     """Raises ConfigError if the draft model cannot be trained while it serves."""
     assert isinstance(config.drafter, DraftModelConfig)
-    learn = config.drafter.learn
-    assert learn is not None
     architecture = (drafter.get("architectures") or ["none"])[0]
-    directory = Path(learn.directory or ".").expanduser()
     problem = None
     if architecture not in SUPPORTED:
-        problem = f": drafter.model is a {architecture}; {', '.join(SUPPORTED)} can be trained"
+        problem = f"drafter.model is a {architecture}; {', '.join(SUPPORTED)} can be trained"
     elif (how := drafter.get("quantization_config")) is not None:
-        problem = f": drafter.model's weights are quantised ({how.get('quant_method')}); leave learn out"
+        problem = f"drafter.model's weights are quantised ({how.get('quant_method')}); leave learn out"
     elif mask_token(drafter, config.drafter.parallel_drafting) is not None:
-        problem = ": drafter.model drafts in one pass, which is not trained; set drafter.parallel_drafting: false"
+        problem = "drafter.model drafts in one pass, which is not trained; set drafter.parallel_drafting: false"
     elif config.serving.tenant_isolation:
-        problem = ": serving.tenant_isolation keeps answers from all others; leave one of the two out"
-    elif learn.general is not None and not any(Path(learn.general).expanduser().glob("batch-*.safetensors")):
-        problem = f".general: {learn.general} holds no texts (batch-*.safetensors) of `outrider distill`"
-    elif directory.exists() and not (directory.is_dir() and os.access(directory, os.W_OK)):
-        problem = f".directory: {directory} is no directory that can be written to"
+        problem = "serving.tenant_isolation keeps answers from all others; leave one of the two out"
     if problem is not None:
-        raise ConfigError(f"drafter.learn{problem}")
+        raise ConfigError(f"drafter.learn: {problem}")
 
 
 def read_model_json(engine: EngineConfig | MLPSpeculatorConfig, section: str) -> dict[str, Any]:
     """Returns the config.json of a local checkpoint, or of a hub id by download. Raises ConfigError."""
-    path = _file(engine, section, "config.json")
+    return _read_json(_file(engine, section, "config.json"), section)
+
+
+def _read_json(path: Path, section: str) -> dict[str, Any]:
     try:
         document = json.loads(path.read_bytes())
         if not isinstance(document, dict):
@@ -230,7 +195,7 @@ def _file(engine: EngineConfig | MLPSpeculatorConfig, section: str, name: str) -
         return Path(engine.model) / name
     try:
         return fetch_from_hub(engine.model, engine.revision, name)
-    except FetchError as error:
+    except ConfigError as error:
         raise ConfigError(
             f"{section}.model: {engine.model!r} is no local checkpoint directory, and the model hub does not give it "
             f"({error}); give a directory, or use the preset after: outrider fetch PRESET"

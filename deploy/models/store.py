@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from outrider.cluster.whole_files import whole_file
 
@@ -121,10 +122,10 @@ def find_copy(source: Source) -> Path | None:
     return copy if (read_manifest(copy) or {}).get("tensors_sha256") == stored["tensors_sha256"] else None
 
 
-def read_manifest(checkpoint: Path) -> dict[str, object] | None:
+def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
     """Returns a checkpoint's manifest, or None unless every file that it lists exists with its full size."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+        manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_bytes())
         sizes = dict(manifest["files"])
         complete = all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError):

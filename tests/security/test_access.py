@@ -22,7 +22,7 @@ from starlette.routing import Route
 from outrider.actors.serving.authentication import OWNER_HEADER, TOKEN_HEADER, TOKEN_VARIABLE, Authenticator
 from outrider.actors.serving.http.app import UNGUARDED, build_http_app
 from outrider.actors.serving.openai.forward import OpenAIForwarder
-from outrider.cluster.config import ServingConfig
+from outrider.cluster.config import parse_config
 from outrider.deploy.keys import Key, as_yaml, hash_of, new_secret
 from outrider.v1 import generation_pb2 as pb
 from tests.security import attackers as raw
@@ -45,8 +45,8 @@ METHODS = {
 def http_routes() -> list[tuple[str, str]]:
     """Method and path of everything that the ingress serves."""
     anything: Any = MagicMock()
-    of = (anything, anything, ServingConfig(), "model", 1, False, 1)
-    app = build_http_app(anything, Authenticator(), OpenAIForwarder(*of), anything, None, anything)
+    forwarder = OpenAIForwarder(anything, anything, parse_config({"target": {"model": "model"}}, "test"))
+    app = build_http_app(anything, Authenticator(), forwarder, anything, None, anything)
     routes = [route for route in app.routes if isinstance(route, Route)]  # the page's files are mounted
     return sorted((method, route.path) for route in routes for method in route.methods or ())
 

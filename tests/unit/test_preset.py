@@ -13,7 +13,6 @@ from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.models.check import (
     check_models,
     check_tensor_parallel,
-    check_vocabularies,
     common_tokens,
     num_common_tokens,
 )
@@ -122,15 +121,16 @@ def test_tensor_parallel_that_does_not_split_is_refused(config: dict[str, object
         check_tensor_parallel(config, ranks, "target")
 
 
-SHORTER = {**LLAMA, "vocab_size": 99}
 TOKENS = {"a": 0, "b": 1}
 
 
 @pytest.mark.parametrize("tokens", [(None, None), (TOKENS, None), (None, TOKENS)])
-def test_sizes_that_differ_without_tokenizers_to_compare_are_refused(tokens: tuple) -> None:
+def test_sizes_that_differ_without_tokenizers_to_compare_are_refused(tokens: tuple, tmp_path: Path) -> None:
+    target = {"model": str(checkpoint(tmp_path / "target", tokens[0]))}
+    drafter = str(checkpoint(tmp_path / "drafter", tokens[1], vocab_size=99))
     message = r"drafter\.model: its vocabulary has 99 tokens, the target's has 100.*without a tokenizer\.json of both"
     with pytest.raises(ConfigError, match=message):
-        check_vocabularies(LLAMA, SHORTER, tokens)
+        check_models(parse_config({"target": target, "drafter": {"method": "draft_model", "model": drafter}}))
 
 
 TEXT = {"a": 0, "b": 1, "c": 2}
@@ -168,7 +168,7 @@ def test_added_tokens_may_differ(target: dict[str, int], drafter: dict[str, int]
             {"<s>": 0, "a": 1, "b": 2},
             {"<bos>": 0, "a": 1, "b": 2},
             ({0}, {0}),
-            r"drafter\.model: its tokenizer has '<bos>' where the target's has '<s>' \(id 0\).*2 of the text's tokens",
+            r"differs from the target's in 1 of 3 ids, e\.g\. 0 is '<bos>' and not '<s>'",
         ),
     ],
 )

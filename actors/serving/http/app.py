@@ -31,7 +31,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -41,7 +41,7 @@ from outrider.actors.replica_calls import Broadcast, ReplicaReply, RequestError
 from outrider.actors.serving.authentication import OWNER_IN_SCOPE, Authenticator
 from outrider.actors.serving.failures import Failure, HttpError, failure_of
 from outrider.actors.serving.grpc.calls import InProcessCall
-from outrider.actors.serving.openai.forward import OpenAIForwarder, body_of
+from outrider.actors.serving.openai.forward import ClosingStream, OpenAIForwarder, body_of
 from outrider.cluster.installed import VLLM, installed_version
 from outrider.v1 import generation_pb2 as pb
 
@@ -126,7 +126,8 @@ def _add_rpc_routes(app: FastAPI, ingress: Ingress, target: DeploymentHandle) ->
         answers = ingress.GenerateStream(message, call)
         # Before the status line leaves, so that a refused request gets a status of its own.
         first = await _or_failure(call, anext(answers))
-        return EventStream(_events(call, first, answers))
+        events = _events(call, first, answers)
+        return ClosingStream(events, closes=events, headers=EVENT_HEADERS, media_type="text/event-stream")
 
     @app.get("/outrider/v1/status", include_in_schema=False)
     async def status(request: Request) -> Response:
@@ -256,22 +257,6 @@ def _json(message: Message) -> Response:
 
 def _response(failure: Failure) -> JSONResponse:
     return JSONResponse(failure.body(), failure.http_status, failure.http_headers)
-
-
-class EventStream(StreamingResponse):
-    """Streams events and closes its generator however the response ends.
-
-    Serve cancels the task of a client that has left, often while the generator is not running; unclosed, the generator
-    would hold its request in the engine until it is collected.
-    """
-
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        super().__init__(events, headers=EVENT_HEADERS, media_type="text/event-stream")
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
-            await super().__call__(scope, receive, send)
 
 
 class GuardRequests:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -27,7 +28,7 @@ from outrider.actors.serving.authentication import OWNER_IN_SCOPE
 from outrider.actors.serving.failures import HttpError, Refused, failure_of
 from outrider.actors.serving.routing.request_profile import of_body
 from outrider.actors.serving.running import RunningRequest, RunningRequests
-from outrider.cluster.config import ServingConfig
+from outrider.cluster.config import OutriderConfig
 
 GENERATING = (
     "/v1/chat/completions",
@@ -69,40 +70,23 @@ _NOT_SENT_BACK = (b"transfer-encoding", b"connection")
 class OpenAIForwarder:
     """Forwards HTTP requests to target replicas."""
 
-    def __init__(
-        self,
-        target: DeploymentHandle,
-        running: RunningRequests,
-        limits: ServingConfig,
-        served_model_name: str,
-        max_retries: int,
-        isolates_tenants: bool,
-        num_targets: int,
-    ) -> None:
-        """Takes arguments of Ingress. running: registers requests while they run."""
+    def __init__(self, target: DeploymentHandle, running: RunningRequests, config: OutriderConfig) -> None:
+        """Prepares the calls to the Target deployment. running: registers requests while they run."""
         self._call = target.http.options(stream=True)
-        self._running, self._limits = running, limits
-        self._model, self._max_retries = served_model_name, max_retries
-        self._isolates_tenants, self._num_targets = isolates_tenants, num_targets
+        self._running, self._config, self._limits = running, config, config.serving
 
     def add_routes(self, app: FastAPI) -> None:
         """Adds the paths of vLLM's server that are forwarded. Others do not exist here."""
+        generate, forward = (partial(self._forward, generates=generates) for generates in (True, False))
         for path in GENERATING:
-            app.add_route(path, self.generate, methods=["POST"])
+            app.add_route(path, generate, methods=["POST"])
         for method, path in CONTROL:
-            app.add_route(path, self.forward, methods=[method])
+            app.add_route(path, forward, methods=[method])
         for method, path in OF_ONE_REPLICA:
-            app.add_route(path, self.forward if self._num_targets == 1 else _of_one_replica, methods=[method])
-
-    async def generate(self, request: Request) -> Response:
-        """Forwards a request that generates. Raises HttpError."""
-        return await self._forward(request, generates=True)
-
-    async def forward(self, request: Request) -> Response:
-        """Forwards any other request. Raises HttpError."""
-        return await self._forward(request, generates=False)
+            app.add_route(path, forward if self._limits.most_replicas == 1 else _of_one_replica, methods=[method])
 
     async def _forward(self, request: Request, *, generates: bool) -> Response:
+        """Forwards a request. Raises HttpError."""
         request_id = request.headers.get(REQUEST_ID_HEADER, "")
         try:
             call = await self._call_of(request, generates)
@@ -113,7 +97,7 @@ class OpenAIForwarder:
             if head is None:
                 raise Refused(grpc.StatusCode.CANCELLED, f"request {request_id} was aborted")
             assert isinstance(head, HttpHead)
-            return ForwardedResponse(head, parts)
+            return _forwarded(head, parts)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a status and a sentence
             raise HttpError(failure_of(error, f"request {request_id}")) from None
 
@@ -145,9 +129,9 @@ class OpenAIForwarder:
             (*forwarded(headers), (b"x-request-id", request_id.encode())),
             content,
             request_id,
-            of_body(body, self._model) if generates and isinstance(body, dict) else None,
+            of_body(body, self._config.served_model_name) if generates and isinstance(body, dict) else None,
             caller=owner,
-            tenant=owner if self._isolates_tenants else 0,
+            tenant=owner if self._limits.tenant_isolation else 0,
             deadline=self._deadline(request.headers.get(TIMEOUT_HEADER), generates),
         )
 
@@ -169,29 +153,38 @@ class OpenAIForwarder:
             nullcontext(RunningRequest()) if call.routed is None else self._running.hold(call.caller, call.request_id)
         )
         with held as running:
-            messages = running.messages(
-                send, call, max_retries=self._max_retries, has_begun=lambda part: isinstance(part, bytes)
-            )
+            retries = self._limits.most_replicas - 1
+            messages = running.messages(send, call, max_retries=retries, has_begun=lambda part: isinstance(part, bytes))
             async with aclosing(messages):
                 async for part in messages:
                     yield part
 
 
-class ForwardedResponse(StreamingResponse):
-    """Sends each part of the replica's response when it comes, and closes the call however the response ends."""
+class ClosingStream(StreamingResponse):
+    """Streams a body and closes its generator however the response ends.
 
-    def __init__(self, head: HttpHead, parts: AsyncGenerator[HttpHead | bytes, None]) -> None:
-        super().__init__(_bodies(head, parts), head.status)
-        sent_back = [(name.lower(), value) for name, value in head.headers if name.lower() not in _NOT_SENT_BACK]
-        if any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in sent_back):
-            # Proxies on the way would hold back rounds.
-            sent_back += [(b"cache-control", b"no-store, no-transform"), (b"x-accel-buffering", b"no")]
-        self.raw_headers = sent_back
-        self._parts = parts
+    Serve cancels the task of a client that has left, often while the generator is not running; unclosed, the generator
+    would hold its request in the engine until it is collected.
+    """
+
+    def __init__(self, content: AsyncIterable[Any], *, closes: AsyncGenerator[Any, None], **options: Any) -> None:
+        super().__init__(content, **options)
+        self._closes = closes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._parts):
+        async with aclosing(self._closes):
             await super().__call__(scope, receive, send)
+
+
+def _forwarded(head: HttpHead, parts: AsyncGenerator[HttpHead | bytes, None]) -> Response:
+    """Returns a response that sends each part of the replica's when it comes."""
+    sent_back = [(name.lower(), value) for name, value in head.headers if name.lower() not in _NOT_SENT_BACK]
+    if any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in sent_back):
+        # Proxies on the way would hold back rounds.
+        sent_back += [(b"cache-control", b"no-store, no-transform"), (b"x-accel-buffering", b"no")]
+    response = ClosingStream(_bodies(head, parts), closes=parts, status_code=head.status)
+    response.raw_headers = sent_back
+    return response
 
 
 async def _bodies(head: HttpHead, parts: AsyncGenerator[HttpHead | bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -95,8 +95,8 @@ class RoutingPolicy:
         """
         now = self._clock()
         self._suspects = {replica: until for replica, until in self._suspects.items() if now < until}
-        dead = (replica for replica, report in self._reports.items() if not report.get("serving", True))
-        shunned = {*avoid, *self._suspects, *dead}
+        not_serving = (replica for replica, report in self._reports.items() if not report.get("serving", True))
+        shunned = {*avoid, *self._suspects, *not_serving}
         wanted = [replica for replica in replicas if replica not in shunned] or list(replicas)
         limit = self._settings.max_ongoing_requests
         room = [replica for replica in wanted if even_full or self._load.requests(replica) < limit]

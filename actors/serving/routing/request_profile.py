@@ -1,14 +1,13 @@
 """Reads from a request what the router needs to choose a replica, without a tokenizer or a chat template.
 
 A prompt's fingerprint is a chain of block hashes over what the client sent: two prompts share as many hashes as blocks
-they start with. HTTP and gRPC requests with the same prompt have the same fingerprint.
+they start with. The same chat has the same fingerprint over gRPC and HTTP.
 """
 
 from __future__ import annotations
 
-import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,6 @@ _MOST_ANSWERS = 4096
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 Fingerprint = tuple[int, ...]
-Messages = list[tuple[str, str]]
-"""Role and text of each."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,9 @@ def of_generation(request: GenerationRequest) -> RoutedRequest:
     if request.prompt_token_ids is not None:
         prompt = token_fingerprint(request.prompt_token_ids), len(request.prompt_token_ids)
     elif request.prompt_chat is not None:
-        prompt = _chat([(message.role, message.content) for message in request.prompt_chat.messages])
+        prompt = _chat(*((message.role, message.content) for message in request.prompt_chat.messages))
     elif request.apply_chat_template:
-        prompt = _chat([("user", request.prompt_text or "")])
+        prompt = _chat("user", request.prompt_text)
     else:
         prompt = _text(request.prompt_text or "")
     return RoutedRequest(
@@ -90,10 +87,9 @@ def of_body(body: Mapping[str, Any], served_model: str | None = None) -> RoutedR
     sampling: Any = body
     prompts = 1
     if "messages" in body:  # Anthropic's system prompt is a field of its own
-        system = [("system", text)] if (text := _spoken(body.get("system"))) else []
-        prompt = _chat(system + _messages(body["messages"]), body.get("tools"))
+        prompt = _chat(body.get("tools"), body.get("system"), body["messages"])
     elif "input" in body:
-        prompt = _chat(_response_messages(body), body.get("tools"))
+        prompt = _chat(body.get("tools"), body.get("instructions"), body["input"])
     elif "prompt" in body:
         fingerprints = [_text(each) if isinstance(each, str) else _ids(each) for each in _prompts(body["prompt"])]
         prompts = max(1, len(fingerprints))
@@ -136,17 +132,6 @@ def token_fingerprint(token_ids: Sequence[int]) -> Fingerprint:
         return ()
 
 
-def chat_fingerprint(messages: Iterable[tuple[str, str]], preamble: str = "") -> Fingerprint:
-    """Hashes a conversation of (role, text). preamble: what templates put before it, such as tools."""
-    parts, length = [preamble], len(preamble)
-    for role, content in messages:
-        parts += [role, content]
-        length += len(role) + len(content)
-        if length > MAX_BYTES:
-            break
-    return _chain(b"chat", "\0".join(parts)[:MAX_BYTES].encode(errors="surrogatepass"))
-
-
 def with_adapter(fingerprint: Fingerprint, adapter: str | None) -> Fingerprint:
     """Changes every hash by the adapter's name, since cached blocks of two adapters are never shared."""
     if adapter is None:
@@ -175,63 +160,31 @@ def _ids(token_ids: Any) -> tuple[Fingerprint, int]:
     return (token_fingerprint(token_ids), len(token_ids)) if isinstance(token_ids, list) else ((), 0)
 
 
-def _chat(messages: Messages, tools: Any = None) -> tuple[Fingerprint, int]:
+def _chat(*said: Any) -> tuple[Fingerprint, int]:
+    """Profiles a conversation by its strings, in order: roles, texts, what tools are and have said."""
     try:
-        preamble = json.dumps(tools, sort_keys=True) if tools else ""
-    except (RecursionError, ValueError):
-        preamble = ""
-    length = len(preamble) + sum(len(content) for _, content in messages)
-    return chat_fingerprint(messages, preamble), length // _BYTES_PER_TOKEN
+        texts = list(_strings(said))
+    except RecursionError:
+        texts = []
+    prompt = "\0".join(texts)[:MAX_BYTES].encode(errors="surrogatepass")
+    return _chain(b"chat", prompt), sum(map(len, texts)) // _BYTES_PER_TOKEN
 
 
-def _messages(messages: Any) -> Messages:
-    found = messages if isinstance(messages, list) else ()
-    return [(_role(each.get("role")), _spoken(each.get("content"))) for each in found if isinstance(each, Mapping)]
-
-
-def _response_messages(body: Mapping[str, Any]) -> Messages:
-    """Returns what a body of ``/v1/responses`` says, much as its chat template will have it."""
-    instructions, items = body.get("instructions"), body["input"]
-    said = [("system", instructions)] if isinstance(instructions, str) else []
-    if isinstance(items, str):
-        return [*said, ("user", items)]
-    for item in items if isinstance(items, list) else ():
-        if isinstance(item, Mapping):
-            role = "tool" if "output" in item else _role(item.get("role") or "assistant")
-            parts = (item.get(name) for name in ("content", "name", "arguments", "input", "output"))
-            said.append((role, "".join(map(_spoken, parts))))
-    return said
-
-
-def _role(role: Any) -> str:
-    return role if isinstance(role, str) else ""
-
-
-def _spoken(content: Any) -> str:
-    """Returns a message's text, with PICTURE_CHARS characters in place of each picture that tell it from others."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else ()
-    return "".join(_spoken_part(part) for part in parts if isinstance(part, Mapping))
-
-
-def _spoken_part(part: Mapping[str, Any]) -> str:
-    if url := _picture(part):
-        digest = blake2b(url.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-        return digest * (PICTURE_CHARS // len(digest))
-    text = part.get("text", part.get("content"))  # the latter in the result of a tool, for Anthropic
-    if isinstance(text, list):
-        texts = [each.get("text") for each in text if isinstance(each, Mapping)]
-        return "".join(each for each in texts if isinstance(each, str))
-    return text if isinstance(text, str) else ""
-
-
-def _picture(part: Mapping[str, Any]) -> str | None:
-    """Returns the picture's URL or data: ``image_url`` holds it or an object around it, Anthropic's is ``source``."""
-    found = part.get("source") if part.get("type") == "image" else part.get("image_url")
-    if isinstance(found, Mapping):
-        found = found.get("url") or found.get("data")
-    return found if isinstance(found, str) else None
+def _strings(value: Any) -> Iterator[str]:
+    """Yields the strings in a JSON value. One without spaces that is as long as only data is stands for PICTURE_CHARS
+    characters, which tell it from others."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif isinstance(value, str):
+        if len(value) > PICTURE_CHARS and value.isascii() and not any(map(str.isspace, value[:PICTURE_CHARS])):
+            digest = blake2b(value.encode(), digest_size=16).hexdigest()
+            value = digest * (PICTURE_CHARS // len(digest))
+        yield value
+        return
+    elif not isinstance(value, Iterable):
+        return
+    for each in value:
+        yield from _strings(each)
 
 
 def _prompts(prompt: Any) -> list[Any]:

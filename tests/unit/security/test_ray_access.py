@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster.config import ConfigError
 from outrider.deploy import ray_access
-from outrider.deploy.ray_cluster import start_ray
 
 
 def test_the_token_s_file_is_for_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,14 +22,3 @@ def test_the_token_s_file_is_for_its_owner(tmp_path: Path, monkeypatch: pytest.M
     assert file.stat().st_mode & 0o777 == 0o600
     assert not list(ray_access.secured(environment, None))
     assert not list(ray_access.secured({**environment, "RAY_AUTH_TOKEN": "t"}, None))
-
-
-def test_a_home_that_cannot_be_written_to_is_told_with_what_to_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    (tmp_path / "file").touch()
-    for name in (ray_access.TOKEN, ray_access.TOKEN_PATH, ray_access.AUTH_MODE):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match=r"^HOME: .*file/\.ray .*; set RAY_AUTH_TOKEN "):
-        start_ray(1.0, print)
