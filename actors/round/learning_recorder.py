@@ -25,11 +25,11 @@ Likeliest = Callable[[Any, Sequence[int]], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(slots=True)
 class _Kept:
-    """Holds a step's logits, each request's first row of them, and its commits: request, position, number of tokens."""
+    """Holds a step's logits, the first of them by row id, and its commits: request, first row, position, count."""
 
     logits: Any
     first_rows: dict[str, int]
-    committed: list[tuple[Request, int, int]] = field(default_factory=list)
+    committed: list[tuple[Request, int, int, int]] = field(default_factory=list)
 
 
 class LearningRecorder:
@@ -59,23 +59,24 @@ class LearningRecorder:
             and not changes_logits(request.params)
         )
 
-    def record_logits(self, step: Step, requests: Sequence[Request], logits: Any) -> None:
-        """Keeps a step's logits: request after request, a row for each draft and one more."""
+    def record_logits(self, step: Step, row_ids: Sequence[str], requests: Sequence[Request], logits: Any) -> None:
+        """Keeps a step's logits: for each of row_ids one for each draft and one more. requests: of the same rows."""
         # Keep no more than the steps in flight: some are never asked for.
         for number in sorted(self._kept)[:-1]:
             del self._kept[number]
         if not any(request.teaches for request in requests):
             return
         first_rows, row = {}, 0
-        for request in requests:
-            first_rows[request.request_id] = row
-            row += len(step.draft(request.request_id).ids) + 1
+        for row_id in row_ids:
+            first_rows[row_id] = row
+            row += len(step.draft(row_id).ids) + 1
         self._kept[step.number] = _Kept(logits, first_rows)
 
     def record_commit(self, step: Step, request: Request, count: int) -> None:
         """Notes that the step chose the last `count` tokens of a request."""
-        if request.teaches and step.number in self._kept:
-            self._kept[step.number].committed.append((request, len(request.token_ids) - count, count))
+        if request.teaches and (kept := self._kept.get(step.number)) is not None:
+            first_row = kept.first_rows[step.best_rows.get(request.request_id, request.request_id)]
+            kept.committed.append((request, first_row, len(request.token_ids) - count, count))
 
     def take_samples(self) -> list[TrainingSample]:
         """Returns the samples since the last call, of requests that are still open at the drafter."""
@@ -84,11 +85,11 @@ class LearningRecorder:
             if not kept.committed:
                 continue
             entries = [entry for entry in kept.committed if entry[0].handle is not None]
-            rows = [kept.first_rows[request.request_id] + j for request, _, count in entries for j in range(count)]
+            rows = [first_row + j for _, first_row, _, count in entries for j in range(count)]
             if rows:
                 ids, log_p = self._likeliest(kept.logits, rows)
                 at = 0
-                for request, position, count in entries:
+                for request, _, position, count in entries:
                     assert request.handle is not None
                     part = slice(at, at + count)
                     samples.append(TrainingSample(request.handle, position, ids[part], log_p[part]))

@@ -114,6 +114,9 @@ class Step:
     gained: Mapping[str, int] = field(default_factory=dict)
     """How many more tokens each request has by a path than by its own row."""
 
+    best_rows: Mapping[str, str] = field(default_factory=dict)
+    """The path row of each of these requests, whose tokens became the request's."""
+
     @classmethod
     def of(cls, number: int, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]], **events: Any) -> Step:
         """Makes a step of what the scheduler says.
@@ -250,7 +253,7 @@ class Round:
         """
         requests = [self.requests[step.path_rows.get(row_id, row_id)] for row_id in row_ids]
         if self._recorder is not None:
-            self._recorder.record_logits(step, requests, logits)
+            self._recorder.record_logits(step, row_ids, requests, logits)
         return self._choose(logits, requests, [step.draft(row_id) for row_id in row_ids], step.width, metadata)
 
     def commit(self, step: Step, committed: Mapping[str, list[int]]) -> None:

@@ -180,12 +180,13 @@ class PathRows:
             leader = best.get(row.request_id, row.request_id)
             best[row.request_id] = row_id if counts[index[row_id]] > counts[index[leader]] else leader
         gained: dict[str, int] = {}
+        best_rows: dict[str, str] = {}
         copies: list[tuple[int, int]] = []
         for request_id, row_id in best.items():
             main, winner = index[request_id], index[row_id]
             if main == winner or not counts[main]:  # without a token of its own, its logits are bad
                 continue
-            gained[request_id] = counts[winner] - counts[main]
+            gained[request_id], best_rows[request_id] = counts[winner] - counts[main], row_id
             chosen[main] = chosen[winner]
             if logprobs is not None:
                 for part in logprobs[:3]:
@@ -197,7 +198,7 @@ class PathRows:
         for row_id in self._rows:
             chosen[index[row_id]] = -1
         self._copy(copies)
-        step.gained = gained
+        step.gained, step.best_rows = gained, best_rows
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:

@@ -59,7 +59,7 @@ def test_a_long_text_keeps_its_end():
     assert part.ids[part.start] == text[900]
 
 
-@pytest.mark.parametrize("bad", [lesson(19, 2), lesson(0, 2), lesson(5, 2, log_p=-40.0)], ids=["ahead", "0", "nothing"])
+@pytest.mark.parametrize("bad", [lesson(19, 2), lesson(0, 2)], ids=["ahead", "0"])
 def test_what_cannot_be_learned_from_is_left_out(bad):
     assert taught_of(list(range(20)), bad) == []
 

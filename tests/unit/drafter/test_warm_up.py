@@ -80,5 +80,5 @@ def test_a_loop_that_fails_later_says_so() -> None:
     ended, loop = threading.Event(), DraftLoop(proposer := Watched())
     loop.start(lambda: None, ended.set)
     proposer.plan = lambda: [][0]
-    loop.wake()
+    loop.detach(0)
     assert ended.wait(SOON_S)

@@ -8,7 +8,7 @@ import torch
 
 from outrider.actors.round.learning_recorder import LearningRecorder
 from outrider.actors.verification.search import LEAST_LOG_P, target_top_k
-from outrider.cluster.link.messages import TAUGHT_TOP, Commit, TrainingSample
+from outrider.cluster.link.messages import TAUGHT_TOP, Commit, DraftPath, TrainingSample
 from tests.unit.round.scripted_link import PROMPT, Engine, arrival, asked, drafting, opened, params
 
 CHANGED = {
@@ -69,6 +69,20 @@ def test_each_committed_token_is_told_with_its_own_row_after_its_commit():
             told.add((said.request, said.base_committed_len))
         elif isinstance(said, TrainingSample):
             assert (said.request, said.position) in told
+
+
+def test_tokens_of_a_further_path_are_told_with_the_rows_of_that_path():
+    engine, _ = teaching_engine()
+    opened(engine, "a")
+    opened(engine, "b")
+    begun = engine.begin(drafts={"a": [1, 2, 3], "b": [1, 2]}, num_requests=2)
+    begun.add_path("a/0", "a", DraftPath((1, 5), 0.5))
+    engine.round.choose(begun, ["a", "a/0", "b"], 1, None)
+    begun.best_rows = {"a": "a/0"}
+    engine.round.commit(begun, {"a": [1, 5, 9], "b": [4]})
+    engine.round.take_drafts(begun, ["a", "b"])
+    found = [lesson.ids[:, 0].tolist() for lesson in engine.said(TrainingSample)]
+    assert found == [[104, 105, 106], [107]]
 
 
 NOT_LEARNED_FROM = {
