@@ -12,9 +12,8 @@ from ray import serve
 from outrider.actors.serve_adapter.broadcast import broadcast
 from outrider.actors.serving.authentication import TOKEN_VARIABLE, Authenticator
 from outrider.actors.serving.ingress import Ingress
-from outrider.cluster.config import ServingConfig
 from outrider.deploy.client.sync_client import OutriderClient
-from tests.integration.ingress.stand_in_target import K, stand_in_target
+from tests.integration.ingress.stand_in_target import CONFIG, stand_in_target
 from tests.support.cluster.serving import Deployments
 
 
@@ -28,7 +27,7 @@ def address(meeting_point: Path, deployments: Deployments) -> Iterator[str]:
     port = deployments.cluster()
     front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
     target = stand_in_target(str(meeting_point))
-    app = front.bind(target, "pair", K, broadcast=broadcast, authenticator=owners(), limits=ServingConfig())
+    app = front.bind(target, CONFIG, broadcast=broadcast, authenticator=owners(), is_stopping=bool, pool=None)
     serve.run(app, name="outrider")
     yield f"127.0.0.1:{port}"
     serve.delete("outrider")

@@ -25,10 +25,21 @@ from outrider.actors.replica_calls import (
     Tokens,
     Usage,
 )
+from outrider.cluster.config import parse_config
 
 HANG_GUARD_S = 180.0
 K, VOCAB_SIZE = 4, 100
 TARGET_SLOTS, TARGET_QUEUE = 4, 2
+CONFIG = parse_config(
+    {
+        "target": {"model": "pair"},
+        "drafter": {"method": "ngram"},
+        "speculation": {"num_speculative_tokens": K},
+        "serving": {"num_replicas": 2},
+    },
+    "test",
+)
+"""The ingress's: a request whose replica is lost is sent once more."""
 
 
 def stand_in_target(meeting_point: str) -> serve.Application:

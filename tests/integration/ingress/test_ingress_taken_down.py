@@ -14,11 +14,10 @@ from ray import serve
 from outrider.actors.serve_adapter.broadcast import broadcast
 from outrider.actors.serve_adapter.ray_processes import is_stopping
 from outrider.actors.serving.ingress import Ingress
-from outrider.cluster.config import ServingConfig
 from outrider.deploy.client.sync_client import OutriderClient
 from tests.integration.ingress.calls import failure, wait_for
 from tests.integration.ingress.conftest import owners
-from tests.integration.ingress.stand_in_target import HANG_GUARD_S, K, stand_in_target
+from tests.integration.ingress.stand_in_target import CONFIG, HANG_GUARD_S, stand_in_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -34,9 +33,7 @@ def second(address: str, meeting_point: Path) -> Iterator[OutriderClient]:
         graceful_shutdown_timeout_s=HANG_GUARD_S, graceful_shutdown_wait_loop_s=0.1,
     )  # fmt: skip
     target = stand_in_target(str(meeting_point))
-    app = front.bind(
-        target, "pair", K, broadcast=broadcast, authenticator=owners(), limits=ServingConfig(), is_stopping=is_stopping
-    )
+    app = front.bind(target, CONFIG, broadcast=broadcast, authenticator=owners(), is_stopping=is_stopping, pool=None)
     serve.run(app, name=APP, route_prefix="/second")
     with OutriderClient(address, application=APP) as client:
         yield client
