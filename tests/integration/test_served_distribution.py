@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.support.cluster.serving import PATH_TOKENS, K
+from tests.support.cluster.serving import PATH_TOKENS
 from tests.support.models.distribution import LIMIT, cut_to_top, z_score
 from tests.support.models.tiny_models import VOCAB_SIZE
 
@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.engine, pytest.mark.timeout(90
 
 PROMPT = list(range(33, 127, 2))
 CALLS, N, NUM_TOKENS = 16, 12, 32
+DRAFTS = 4
 TEMPERATURE, TOP_K = 0.9, 5
 PENALTY = 1.5
 """repetition_penalty. The drafter is not told of it, so that q is far from p and many drafts are rejected."""
@@ -57,7 +58,7 @@ def served(deployments):
             ignore_eos=True,
             max_tokens=NUM_TOKENS,
             verification=verification,
-            num_speculative_tokens=K,
+            num_speculative_tokens=DRAFTS,
         ).completions
 
     def ask(pair, verification):
