@@ -90,7 +90,7 @@ class SuffixSequence(LookupSequence):
     """Adds what is remembered of a request to its sequence."""
 
     seed: int | None = None
-    """As in `AnswerMemory.add`."""
+    """Its answer is remembered under this seed, see `AnswerMemory.add`."""
 
     answer_start = 0
     """Leading tokens of the text that are not to be remembered: the prompt's, and what a former life has answered."""

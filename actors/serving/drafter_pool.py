@@ -59,15 +59,7 @@ class DrafterPool:
         name = drafter_name(self._replica)
         node = ray.get_runtime_context().get_node_id()
         member = Member(self._replica, pooled=True, fingerprint=fingerprint(config), node=node)
-        launch = Launch(
-            config,
-            self._replica,
-            ray.get_runtime_context().gcs_address,
-            ray.util.get_current_placement_group(),
-            placement,
-            core_plan,
-            num_common_tokens,
-        )
+        launch = Launch.of_replica(config, self._replica, placement, core_plan, num_common_tokens)
         with serve_log_kept():
             self._registry_client = RegistryClient(config.serving.app_name, member)
             self._drafter = await self._load(launch.start_drafter)

@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from outrider.actors.drafter.actor import launch_drafter
 from outrider.actors.observability.environment import process_environment
 from outrider.cluster.config import OutriderConfig
@@ -25,7 +27,7 @@ from outrider.cluster.registry import registry_name
 
 @dataclass(frozen=True)
 class Launch:
-    """One replica's place in a Ray cluster.
+    """Holds a replica's place in a Ray cluster, and starts its drafter there.
 
     Args:
         replica: Unique id, part of its actors' names.
@@ -42,6 +44,19 @@ class Launch:
     placement: ReplicaPlacement
     core_plan: CorePlan | None
     num_common_tokens: int | None = None
+
+    @classmethod
+    def of_replica(
+        cls,
+        config: OutriderConfig,
+        replica: str,
+        placement: ReplicaPlacement,
+        core_plan: CorePlan | None,
+        num_common_tokens: int | None,
+    ) -> Launch:
+        """Returns the place of the Serve replica that runs here, which has a placement group of its own."""
+        address, group = ray.get_runtime_context().gcs_address, ray.util.get_current_placement_group()
+        return cls(config, replica, address, group, placement, core_plan, num_common_tokens)
 
     def start_drafter(self) -> Any:
         """Starts the replica's own drafter actor. Returns its handle at once, while the model loads."""

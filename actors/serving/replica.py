@@ -79,15 +79,7 @@ class Target:
     ) -> None:
         self._config, self._core_plan = config, core_plan
         self._replica = serve.get_replica_context().replica_id.unique_id
-        self._launch = Launch(
-            config,
-            self._replica,
-            ray.get_runtime_context().gcs_address,
-            ray.util.get_current_placement_group(),
-            placement,
-            core_plan,
-            num_common_tokens,
-        )
+        self._launch = Launch.of_replica(config, self._replica, placement, core_plan, num_common_tokens)
         start_up = StartUp(logger)
         silence_refusal_logs()
         with serve_log_kept():

@@ -80,7 +80,7 @@ class HostWire:
         """
         self.backend = backend
         self.addresses = ("", "")
-        """Where this end listens: the one that the peer sends to first."""
+        """ZeroMQ's endpoints at which this end listens; the peer sends to the first and receives from the second."""
 
         self.key, self._secret = zmq.curve_keypair() if backend == "tcp" else (b"", b"")
         self._context = zmq.Context(io_threads=1)

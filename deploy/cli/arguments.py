@@ -63,12 +63,17 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def credentials_of(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
-    """Returns credentials for TLS, or None for plain text. Raises ValueError naming the flag, and OSError."""
+    """Returns credentials for TLS, or None for plain text. Raises ValueError naming the flag."""
     if (args.client_cert is None) != (args.client_key is None):
         raise ValueError("--client-cert and --client-key belong together; give both, or neither")
     if not (args.tls or args.ca or args.client_cert or args.address.startswith("https://")):
         return None
-    found = (path and path.read_bytes() for path in (args.ca, args.client_key, args.client_cert))
+    found = []
+    for flag, path in (("--ca", args.ca), ("--client-key", args.client_key), ("--client-cert", args.client_cert)):
+        try:
+            found.append(path and path.read_bytes())
+        except OSError as error:
+            raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
     return grpc.ssl_channel_credentials(*found)
 
 

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
                 print_text(client, prompt, options)
     except OutriderError as error:
         return fail(str(error))
-    except (ValueError, FileNotFoundError, PermissionError) as error:  # wrong flags or files, or a malformed key
+    except ValueError as error:  # wrong flags, standard input that is no text, or a malformed key
         return fail(str(error), status=2)
     return 0
 

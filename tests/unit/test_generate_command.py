@@ -183,6 +183,12 @@ def test_a_wrong_command_line_is_exit_2(arguments: list[str], capsys: pytest.Cap
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("path", ["/nowhere", "/tmp"])
+def test_a_file_that_cannot_be_read_is_told_by_its_flag(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outrider_generate("--ca", path, "hello") == 2
+    assert f"--ca: cannot read {path}: " in capsys.readouterr().err
+
+
 def as_a_program(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "outrider.deploy.cli", "generate", *arguments],
