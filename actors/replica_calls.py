@@ -310,6 +310,8 @@ class ReplicaReply:
 
     value: Any = None
     error: str | None = None
+    is_late: bool = False
+    """It did not answer in time."""
 
     @property
     def ok(self) -> bool:

@@ -47,7 +47,7 @@ async def broadcast(handle: DeploymentHandle, method: str, *args: Any, timeout_s
 
 def _reply(answer: asyncio.Future[ReplicaReply], method: str, timeout_s: float) -> ReplicaReply:
     if not answer.done() or answer.cancelled():
-        return ReplicaReply(None, error=f"no answer to {method} within {timeout_s:g} s")
+        return ReplicaReply(None, error=f"no answer to {method} within {timeout_s:g} s", is_late=True)
     if (error := answer.exception()) is not None:
         return ReplicaReply(None, error=f"{type(error).__name__}: {error}")
     return answer.result()

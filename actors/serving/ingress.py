@@ -52,13 +52,11 @@ from outrider.actors.serving.grpc.responses import (
 from outrider.actors.serving.http.app import build_http_app
 from outrider.actors.serving.openai.forward import OpenAIForwarder
 from outrider.actors.serving.openai.rollouts import add_rollout_routes
+from outrider.actors.serving.registry_client import CONTROL_TIMEOUT_S, ENDS_WITHIN_S
 from outrider.actors.serving.running import RunningRequest, RunningRequests
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.cluster.config import OutriderConfig
 from outrider.v1 import generation_pb2 as pb
-
-CONTROL_TIMEOUT_S = 5.0
-"""Limit of calls that generate nothing: status, tokenising, aborting."""
 
 
 @serve.ingress()
@@ -236,21 +234,21 @@ class Ingress(HandleCalls, HealthCalls):
             self._owner(grpc_context)
             if not request.HasField("version"):
                 raise RequestError("version", "is missing", "send the number of a version that GetServerStatus lists")
-            serving = await self._answer(self._target.revert_drafter.remote(request.version))
+            serving = await self._answer(self._target.revert_drafter.remote(request.version), ENDS_WITHIN_S)
             return pb.RevertDrafterResponse(serving=serving)
 
     async def _ask_status(self) -> dict[str, Any]:
         status: dict[str, Any] = await self._answer(self._target.status.remote())
         return status
 
-    async def _answer(self, call: Any) -> Any:
+    async def _answer(self, call: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """Waits for a target replica's answer. Raises ConnectionError when there is none in time."""
         try:
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await call
         except TimeoutError:
             call.cancel()
-            raise ConnectionError(f"no target replica answered within {CONTROL_TIMEOUT_S:g} s") from None
+            raise ConnectionError(f"no target replica answered within {timeout_s:g} s") from None
 
     def _owner(self, grpc_context: RayServegRPCContext) -> int:
         """Returns the caller's number. Raises Refused."""

@@ -15,6 +15,7 @@ from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import ray
 from prometheus_client.core import Metric
 from ray import serve
@@ -40,7 +41,7 @@ from outrider.actors.replica_calls import (
 from outrider.actors.serve_adapter.replica_log import serve_log_kept
 from outrider.actors.serving.actor_calls import result_within
 from outrider.actors.serving.co_located import check_co_located
-from outrider.actors.serving.failures import silence_refusal_logs
+from outrider.actors.serving.failures import Refused, silence_refusal_logs
 from outrider.actors.serving.launch import Launch
 from outrider.actors.serving.registry_client import CONTROL_TIMEOUT_S, RegistryClient
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
@@ -189,7 +190,7 @@ class Target:
     async def revert_drafter(self, version: int) -> int:
         """Makes a former version of the drafter serve again, at all drafters of its trainer. Returns its new number.
 
-        Raises RequestError where there is no such version, and ConnectionError where drafter or trainer do not answer.
+        Raises RequestError where there is no such version, and Refused where drafter or trainer do not answer.
         """
         drafter = self._config.remote_drafter
         if not isinstance(drafter, DraftModelConfig) or drafter.learn is None:
@@ -199,7 +200,8 @@ class Target:
             actor = await find_actor(link["drafter"])
             serving, problem = await result_within(actor.go_back.remote(version), CONTROL_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
-            raise ConnectionError(f"drafter {link['drafter']!r} or its trainer does not answer: {error}") from None
+            logger.warning("drafter %r or its trainer does not answer: %s", link["drafter"], error)
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "the drafter or its trainer does not answer; retry") from None
         if serving is None:
             said, _, fix = problem.partition("; ")
             raise RequestError("version", said, fix)

@@ -13,10 +13,11 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 from ray.serve.exceptions import BackPressureError
 
 from outrider.actors.replica_calls import MayHaveDeadline, ReplicaLost, RequestIdInUse
-from outrider.actors.serving.failures import REPLICA_LOST, cause_of
+from outrider.actors.serving.failures import REPLICA_LOST, Refused, cause_of
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
@@ -24,13 +25,6 @@ QUEUE_PATIENCE_S = 30.0
 """How long a request whose replica was lost waits for room in the queue."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-
-
-class Draining(ConnectionError):
-    """Refuses a request because the server is being taken down."""
-
-    def __str__(self) -> str:
-        return "the server is shutting down"
 
 
 class RunningRequest:
@@ -115,10 +109,10 @@ class RunningRequests:
     def hold(self, owner: int, request_id: str) -> Iterator[RunningRequest]:
         """Registers a request while the context lasts.
 
-        Raises RequestIdInUse for a second one of the same owner and id, and Draining.
+        Raises RequestIdInUse for a second one of the same owner and id, and Refused while the server is taken down.
         """
         if self.draining:
-            raise Draining
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; retry")
         if (owner, request_id) in self._requests:
             raise RequestIdInUse(request_id)
         running = self._requests[owner, request_id] = RunningRequest()

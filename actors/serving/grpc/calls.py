@@ -72,9 +72,6 @@ class InProcessCall:
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return []
 
-    def peer(self) -> str:
-        return "in process"
-
 
 class HandleCalls:
     """Answers other Serve applications, which call the ingress through its DeploymentHandle.

@@ -92,4 +92,4 @@ class HealthCalls:
             replies = await self._broadcast(self._target, "check_health", timeout_s=HEALTH_PERIOD_S)
         except (DeploymentUnavailableError, ConnectionError):
             return _NOT_SERVING
-        return _SERVING if any(reply.ok or reply.replica_id is None for reply in replies) else _NOT_SERVING
+        return _SERVING if any(reply.ok or reply.is_late for reply in replies) else _NOT_SERVING

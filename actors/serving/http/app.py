@@ -19,6 +19,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -100,7 +101,8 @@ def build_http_app(
 def _add_error_handlers(app: FastAPI) -> None:
     async def of_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        said = {"message": f"{request.method} {request.url.path}: {error.detail}", "type": "NotFoundError"}
+        kind = f"{HTTPStatus(error.status_code).phrase.title().replace(' ', '')}Error"
+        said = {"message": f"{request.method} {request.url.path}: {error.detail}", "type": kind}
         body = {"error": {**said, "param": None, "code": error.status_code}}
         return JSONResponse(body, error.status_code, dict(error.headers or {}))
 

@@ -30,12 +30,13 @@ from outrider.actors.serving.routing.request_profile import of_body
 from outrider.actors.serving.running import RunningRequest, RunningRequests
 from outrider.cluster.config import OutriderConfig
 
+ANTHROPIC = "/v1/messages"
 GENERATING = (
     "/v1/chat/completions",
     "/v1/chat/completions/batch",
     "/v1/completions",
     "/v1/responses",
-    "/v1/messages",
+    ANTHROPIC,
     "/inference/v1/generate",
     "/generative_scoring",
     "/v1/systemone",
@@ -97,7 +98,7 @@ class OpenAIForwarder:
             if head is None:
                 raise Refused(grpc.StatusCode.CANCELLED, f"request {request_id} was aborted")
             assert isinstance(head, HttpHead)
-            return _forwarded(head, parts)
+            return _forwarded(call.path, head, parts)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a status and a sentence
             raise HttpError(failure_of(error, f"request {request_id}")) from None
 
@@ -116,7 +117,8 @@ class OpenAIForwarder:
             problem = "is not usable as an id"
             raise RequestError(REQUEST_ID_HEADER, problem, "send 1 to 128 printable ASCII characters without spaces")
         if isinstance(body, dict) and body.get("speculation") is not None:
-            content = json.dumps(_with_flat_keys(body)).encode("utf-8", "surrogatepass")
+            body = _with_flat_keys(body)
+            content = json.dumps(body).encode("utf-8", "surrogatepass")
         headers = [
             (name, value)
             for name, value in request.scope["headers"]
@@ -139,7 +141,8 @@ class OpenAIForwarder:
         most_s = self._limits.greatest_timeout_s
         if timeout_ms is None:
             return Deadline.after(self._limits.default_timeout_s if generates else 60.0)
-        if not (timeout_ms.isascii() and timeout_ms.isdigit()) or not 0 < int(timeout_ms[:12]) <= most_s * 1000:
+        is_number = timeout_ms.isascii() and timeout_ms.isdigit() and len(timeout_ms) <= 12
+        if not is_number or not 0 < int(timeout_ms) <= most_s * 1000:
             raise RequestError(
                 TIMEOUT_HEADER, "is not a time in milliseconds", f"send 1 to {int(most_s * 1000)}, or leave it out"
             )
@@ -176,29 +179,37 @@ class ClosingStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _forwarded(head: HttpHead, parts: AsyncGenerator[HttpHead | bytes, None]) -> Response:
+def _forwarded(path: str, head: HttpHead, parts: AsyncGenerator[HttpHead | bytes, None]) -> Response:
     """Returns a response that sends each part of the replica's when it comes."""
     sent_back = [(name.lower(), value) for name, value in head.headers if name.lower() not in _NOT_SENT_BACK]
-    if any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in sent_back):
+    is_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in sent_back)
+    bodies = _bodies(parts)
+    if is_stream:
+        bodies = _events(path, bodies)
         # Proxies on the way would hold back rounds.
         sent_back += [(b"cache-control", b"no-store, no-transform"), (b"x-accel-buffering", b"no")]
-    response = ClosingStream(_bodies(head, parts), closes=parts, status_code=head.status)
+    response = ClosingStream(bodies, closes=parts, status_code=head.status)
     response.raw_headers = sent_back
     return response
 
 
-async def _bodies(head: HttpHead, parts: AsyncGenerator[HttpHead | bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yields the body. An error after its start becomes one more event of a stream, in OpenAI's shape."""
-    is_stream = any(value.startswith(b"text/event-stream") for _, value in head.headers)
+async def _bodies(parts: AsyncGenerator[HttpHead | bytes, None]) -> AsyncGenerator[bytes, None]:
+    async for part in parts:
+        if isinstance(part, bytes):
+            yield part
+
+
+async def _events(path: str, bodies: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Yields a stream of events. An error becomes one more event, in the shape of the path's API."""
     try:
-        async for part in parts:
-            if isinstance(part, bytes):
-                yield part
-    except Exception as error:
-        failure = failure_of(error, "the request")
-        if not is_stream:
-            raise
-        yield f"data: {json.dumps(failure.body())}\n\ndata: [DONE]\n\n".encode()
+        async for body in bodies:
+            yield body
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a sentence
+        told = failure_of(error, "the request").body()
+        if path == ANTHROPIC:
+            yield f"event: error\ndata: {json.dumps({'type': 'error', **told})}\n\n".encode()
+        else:
+            yield f"data: {json.dumps(told)}\n\ndata: [DONE]\n\n".encode()
 
 
 async def body_of(request: Request) -> bytes:

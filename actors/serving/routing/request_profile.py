@@ -102,7 +102,7 @@ def of_body(body: Mapping[str, Any], served_model: str | None = None) -> RoutedR
     sampling = sampling if isinstance(sampling, Mapping) else {}
     answers = sampling.get("n")
     answers = min(answers, _MOST_ANSWERS) if isinstance(answers, int) and answers > 0 else 1
-    extra = body.get("vllm_xargs")
+    extra = body.get("vllm_xargs") if sampling is body else sampling.get("extra_args")
     extra = extra if isinstance(extra, Mapping) else {}
     model = body.get("model")
     return RoutedRequest(
@@ -171,8 +171,8 @@ def _chat(*said: Any) -> tuple[Fingerprint, int]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yields the strings in a JSON value. One without spaces that is as long as only data is stands for PICTURE_CHARS
-    characters, which tell it from others."""
+    """Yields the strings in a JSON value. A long string without spaces, such as base64 data, is replaced by its digest,
+    repeated to PICTURE_CHARS characters."""
     if isinstance(value, Mapping):
         value = value.values()
     elif isinstance(value, str):

@@ -115,6 +115,7 @@ def test_who_wants_drafts():
     assert over_http(prompt="a", vllm_xargs={"speculation.num_speculative_tokens": 2}).wants_drafts
     for off in ({"speculation.num_speculative_tokens": 0}, {"speculation.enabled": 0}):
         assert not over_http(prompt="a", vllm_xargs=off).wants_drafts
+        assert not over_http(token_ids=[1], sampling_params={"extra_args": off}).wants_drafts
 
 
 KEYS = (
