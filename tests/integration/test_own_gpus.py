@@ -51,7 +51,7 @@ def test_a_drafter_and_a_trainer_see_their_own_gpu_where_the_cluster_shows_all(c
         app_name="own-gpus",
         ray_address=ray.get_runtime_context().gcs_address,
         group=group,
-        placement=ReplicaPlacement(bundles, (0,), (1,), ({}, {})),
+        placement=ReplicaPlacement(bundles, (0,), (1,), ({}, {}), "PACK"),
         cores=None,
     )
     trainer = ray.remote(Other).options(**trainer_options(LearningConfig(num_gpus=1))).remote()
