@@ -149,8 +149,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     variables = process_environment(serving)
     environment: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
     common: dict[str, Any] = {"logging_config": serve_logging(serving), "graceful_shutdown_wait_loop_s": 1.0}
-    # A long step, or a machine with few cores, may delay the answer of a healthy replica.
-    common |= {"health_check_timeout_s": 60.0, "backpressure_config": BackpressureConfig(status_code=429)}
+    # A long step, or a machine with few cores, may delay the answer of a healthy replica; three late ones end it.
+    common |= {"health_check_timeout_s": 30.0, "backpressure_config": BackpressureConfig(status_code=429)}
 
     def placed(placement: ReplicaPlacement) -> dict[str, Any]:
         labels = [dict(labels) for labels in placement.labels] if any(placement.labels) else None

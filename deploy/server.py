@@ -21,7 +21,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT, REFLECTION, SERVICES
+from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE, REFLECTION, SERVE_ENVIRONMENT, SERVICES
 from outrider.actors.serve_adapter.broadcast import broadcast
 from outrider.actors.serving.authentication import TOKEN_VARIABLE
 from outrider.cluster.config import ConfigError, OutriderConfig, ServingConfig
@@ -190,7 +190,7 @@ class Server:
                 return
 
     def _start_ray(self, plan: ReplicaPlan) -> None:
-        proxies = {**PROXY_ENVIRONMENT, GRPC_HOST_VARIABLE: self._serving.host}
+        proxies = {**SERVE_ENVIRONMENT, GRPC_HOST_VARIABLE: self._serving.host}
         os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **proxies})
         if not self._verbose:
             warnings.filterwarnings("ignore")

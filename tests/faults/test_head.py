@@ -23,7 +23,7 @@ import psutil
 import pytest
 import ray
 
-from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
+from outrider.actors.serve_adapter import SERVE_ENVIRONMENT
 from outrider.cluster.config import parse_config
 from outrider.deploy.ports import pick_free_port
 from tests.support.cluster.clusters import actor_nodes, served_on
@@ -197,7 +197,7 @@ def headed(models: Models, tmp_path: Path, request: pytest.FixtureRequest) -> It
         }
     )
     with pytest.MonkeyPatch.context() as environment, addresses_of_both_hosts(), request.param(tmp_path) as store:
-        for name, value in {**PROXY_ENVIRONMENT, **GIVES_NODES_UP, **PATIENCE}.items():
+        for name, value in {**SERVE_ENVIRONMENT, **GIVES_NODES_UP, **PATIENCE}.items():
             environment.setenv(name, value)
         environment.setenv("RAY_AUTH_MODE", "disabled")  # Ray's command line makes a token else
         cluster = HostedHead(store)

@@ -18,7 +18,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
+from outrider.actors.serve_adapter import SERVE_ENVIRONMENT
 from outrider.cluster.config import parse_config
 from outrider.cluster.placement import available_cores
 from outrider.deploy.ports import pick_free_port
@@ -98,7 +98,7 @@ def nodes(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             },
         }
     )
-    os.environ.update(PROXY_ENVIRONMENT)
+    os.environ.update(SERVE_ENVIRONMENT)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_gcs_storage", "rocksdb")
         environment.setenv("RAY_gcs_storage_path", str(tmp_path_factory.mktemp("gcs")))

@@ -109,7 +109,9 @@ def test_one_is_stopped_for_good(ngram_pair: Deployment, what: str) -> None:
         wait_until_counted(ngram_pair, before, REPLACED_WITHIN_S)
         check_nothing_is_left(lost)
     assert len(told) == STREAMS, "all of them ran on it"
-    assert {error.code for error in told} == {grpc.StatusCode.UNAVAILABLE}
+    assert {error.code for error in told} == {
+        grpc.StatusCode.CANCELLED if what == PROXY else grpc.StatusCode.UNAVAILABLE
+    }
     for each in streams:
         ngram_pair.reference.check(each.prompt, each.tokens, label="until then")
     check_all_is_well(ngram_pair)

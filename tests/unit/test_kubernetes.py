@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
+from outrider.actors.serve_adapter import SERVE_ENVIRONMENT
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.cluster.placement import Bundle, ReplicaPlacement, placement_of, plan_cores, pool_placement_of
 from outrider.deploy.app import TAKE_DOWN_S
@@ -166,7 +166,7 @@ def test_the_application_and_the_proxies_are_told_the_same(overlay: str) -> None
     for role, group in groups(overlay):
         container = containers(group)["ray"]
         environment = environment_of(overlay, container)
-        assert PROXY_ENVIRONMENT.items() <= environment.items(), role
+        assert SERVE_ENVIRONMENT.items() <= environment.items(), role
         assert ("RAY_health_check_timeout_ms" in environment) == (role == "head"), "GCS looks after the nodes"
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert Path(application["args"]["config"]).name in configurations(overlay)

@@ -104,7 +104,7 @@ class OpenAIApp:
         begun = False
         try:
             while (part := await parts.get()) is not None:
-                if state.engine_died and not begun:
+                if self._llm.errored and not begun:
                     raise ReplicaLost(self._replica_id, "its engine is dead")
                 begun = begun or isinstance(part, bytes)
                 yield part

@@ -47,8 +47,6 @@ class CallState:
     engine_ids: set[str] = field(default_factory=set)
     """Ids of the call's requests in the engine."""
 
-    engine_died: bool = False
-
 
 CURRENT_CALL: ContextVar[CallState | None] = ContextVar("the HTTP call that this task answers", default=None)
 
@@ -177,8 +175,6 @@ class OpenAIEngine:
                     started = True
                     yield output
             except EngineDeadError:
-                if state is not None:
-                    state.engine_died = True
                 raise RetryableRequestError("the target's engine is gone; retry") from None
             except EngineGenerateError as error:
                 # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.

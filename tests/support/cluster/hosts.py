@@ -13,7 +13,7 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from outrider.actors.serve_adapter import PROXY_ENVIRONMENT
+from outrider.actors.serve_adapter import SERVE_ENVIRONMENT
 from outrider.cluster.config import parse_config
 from outrider.cluster.drafter_registry import LinkReport
 from outrider.deploy.ports import pick_free_port
@@ -95,7 +95,7 @@ def served_on_hosts(models: Models, **deployment: Any) -> Iterator[Hosts]:
     assert config.link.link_deadline_ms == 1000 * LINK_DEADLINE_S
     head = {"num_cpus": 4, "include_dashboard": False, "node_ip_address": HERE}
     with pytest.MonkeyPatch.context() as environment, Host() as other:
-        for name, value in {**PROXY_ENVIRONMENT, **GIVES_NODES_UP}.items():
+        for name, value in {**SERVE_ENVIRONMENT, **GIVES_NODES_UP}.items():
             environment.setenv(name, value)
         cluster = Cluster(True, head_node_args=head)
         with served_on(cluster, config, models) as app:

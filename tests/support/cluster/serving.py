@@ -18,7 +18,7 @@ import ray
 from ray import serve
 from ray.core.generated import gcs_pb2
 
-from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT
+from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE, SERVE_ENVIRONMENT
 from outrider.actors.serving.authentication import TOKEN_VARIABLE
 from outrider.cluster.config import DraftModelConfig, GatewayConfig, OutriderConfig, ServingConfig, parse_config
 from outrider.cluster.placement import NAMESPACE, available_cores
@@ -572,7 +572,7 @@ class Deployments:
 
     def _start_cluster(self) -> Gateway:
         token = os.environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(32))
-        os.environ.update({**PROXY_ENVIRONMENT, GRPC_HOST_VARIABLE: "127.0.0.1"})
+        os.environ.update({**SERVE_ENVIRONMENT, GRPC_HOST_VARIABLE: "127.0.0.1"})
         ray.init(
             "local",
             num_cpus=16,

@@ -179,10 +179,18 @@ class Clients:
                         break
                 call.answered = True
             except OutriderError as error:
-                attempt.error = Failure(error.code, str(error))
+                if error.code is grpc.StatusCode.CANCELLED and "RST_STREAM" in str(error):
+                    # HAProxy resets the streams of a Serve proxy that is lost.
+                    attempt.error = Failure(grpc.StatusCode.UNAVAILABLE, str(error), has_status=False)
+                else:
+                    attempt.error = Failure(error.code, str(error))
             except _Failed as error:
                 status, said = error.args
-                code = {503: grpc.StatusCode.UNAVAILABLE, 429: grpc.StatusCode.RESOURCE_EXHAUSTED}.get(status)
+                code = {
+                    502: grpc.StatusCode.UNAVAILABLE,
+                    503: grpc.StatusCode.UNAVAILABLE,
+                    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+                }.get(status)
                 attempt.error = Failure(code or grpc.StatusCode.UNKNOWN, f"{status}: {said}")
             except httpx.TransportError as error:
                 attempt.error = Failure(grpc.StatusCode.UNAVAILABLE, repr(error), has_status=False)
