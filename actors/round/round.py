@@ -545,7 +545,7 @@ class Round:
             if not done.num_tokens:  # scheduled ahead for requests that had ended
                 continue
             period_s = self.steps[0].started_s - done.started_s
-            self.statistics.add_times(period_s, done.target_s, done.draft_work_us / 1e6, done.wait_s)
             if done.decodes_only:
+                self.statistics.add_times(period_s, done.target_s, done.draft_work_us / 1e6, done.wait_s)
                 self._deadline.observe_step(period_s - done.wait_s)
                 self._lengths.observe_step(done.num_requests, done.num_tokens, period_s - done.wait_s)

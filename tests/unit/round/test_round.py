@@ -170,13 +170,14 @@ def test_times_of_steps_in_flight_are_each_step_s_own():
 # Times.
 
 
-def test_a_step_with_prefill_teaches_no_step_cost():
+def test_a_step_with_prefill_is_in_no_times():
     engine = Engine(lengths=Stepped())
     engine.begin("a", decodes_only=False)
     for decodes_only in (False, True, True):
         engine.commit({"a": [1]}, decodes_only=decodes_only)
         engine.sleep(1.0)
     assert engine.lengths.seen == [(1, 1, 1.0)]
+    assert engine.round.metrics()["histograms"]["period"]["sum"] == 1.0
 
 
 def test_a_step_s_time_has_its_wait_for_drafts_and_its_cost_has_not():
