@@ -70,7 +70,7 @@ class FixedLengths:
 
     def observe_round(self, estimate: Estimate, drafted: int, accepted: int) -> None: ...
 
-    def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None: ...
+    def observe_step(self, num_tokens: int, step_s: float) -> None: ...
 
     def observe_answer(
         self, estimate: Estimate, origin: DraftOrigin, num_tokens: int, draft_step_s: float, wait_s: float
@@ -229,7 +229,7 @@ class LengthController:
             _add(estimate.accepted, tried, accepted, _REQUEST_KEEP)
             _add(estimate.alike, tried, accepted, _DEPLOYMENT_KEEP)
 
-    def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None:
+    def observe_step(self, num_tokens: int, step_s: float) -> None:
         """Takes in a step without prefill: its scheduled tokens, and its time less the wait for drafts."""
         if num_tokens < 1 or step_s <= 0:
             return

@@ -4,13 +4,13 @@ The order of events, each with the step it belongs to:
 
     begin         a step starts: requests come and go, the drafter hears of it at once
     settle        steps scheduled ahead only: the step's drafts are waited for, and put in place of its slots
-    choose        the forward pass has run: every token of the step is chosen, drafts verified against their q
+    choose        the forward pass has run: every token of the step is chosen, and its drafts are verified
     commit        tokens are appended, the drafter is told, and how many drafts each request wants next
     take_drafts   steps scheduled one at a time only: the scheduler asks for the next step's drafts
 
-Drafts and their q belong to a step. The steps in flight are `Round.steps`: one where the engine schedules when a step
-is done, two where it schedules one ahead. A step begins after the commit of the one before. What a request is like is
-read from its `Request`, never from what the scheduler expects.
+Drafts and their q belong to a step. The engine core may have scheduled a further step, but here one runs at a time: it
+begins after the commit of the one before. What a request is like is read from its `Request`, never from what the
+scheduler expects.
 
 The engine's step thread makes all of these calls. The link's threads, and the keeper that makes and remakes the link,
 run beside it and meet it in queues only.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,7 +78,6 @@ class Step:
     """
 
     number: int
-    num_requests: int
     num_tokens: int
     decodes_only: bool
     drafts: dict[str, Draft]
@@ -100,7 +99,6 @@ class Step:
     """The wait for proposals between its start and the next step's."""
 
     draft_work_us: int = 0
-    is_committed: bool = False
 
     paths: Sequence[tuple[str, DraftPath]] = ()
     """Request ids, each with a further path that is worth its rows, the best first. The same on every rank."""
@@ -127,13 +125,13 @@ class Step:
             events: requests that come and go.
         """
         known = {request_id: Draft(list(ids)) for request_id, ids in drafts.items() if ids}
-        step = cls(number, 0, 0, True, known, **events)
+        step = cls(number, 0, True, known, **events)
         step.count(num_tokens)
         return step
 
     def count(self, num_tokens: Mapping[str, int]) -> None:
         """Counts the tokens scheduled for each request, once more after drafts have come that were not known before."""
-        self.num_requests, self.num_tokens = len(num_tokens) - len(self.path_rows), sum(num_tokens.values())
+        self.num_tokens = sum(num_tokens.values())
         self.decodes_only = bool(num_tokens) and all(
             count == 1 + len(self.draft(request_id).ids) for request_id, count in num_tokens.items()
         )
@@ -187,9 +185,6 @@ class Round:
         recorder: with a drafter that learns.
         """
         self.requests: dict[str, Request] = {}
-        self.steps: deque[Step] = deque()
-        """The steps being timed: the last one, and the one before it until it is committed."""
-
         self.deployment = deployment
         self.statistics = RoundStatistics()
         self._choose = choose
@@ -201,6 +196,9 @@ class Round:
         self._picture_requests = 0
         self._chains: Counter[str] = Counter()
         """Requests that verify one path where others verify several, by the reason."""
+
+        self._timed: Step | None = None
+        """The last step that began. Its duration ends when the next one begins."""
 
         self._clock = clock
         self._tracer = tracer
@@ -218,7 +216,7 @@ class Round:
     def begin(self, step: Step) -> None:
         """Tells the drafter before the forward pass which requests have come and gone.
 
-        Also closes the books on the time of the step before. A step without tokens only says who is finished.
+        Also records the duration of the step before. A step without tokens only says who is finished.
         """
         if step.num_tokens:
             self._keep_time(step)
@@ -240,7 +238,7 @@ class Round:
         self._drafter.flush()
         if not self.requests:
             # The idle time until the next request belongs to no round.
-            self.steps.clear()
+            self._timed = None
             if self._tracer is not None:
                 self._tracer.waited(0.0)
 
@@ -263,7 +261,6 @@ class Round:
             committed: for each request the accepted drafts and the next token; nothing where a prompt is not done.
                 Requests that were aborted since are ignored.
         """
-        step.is_committed = True
         going_on: list[Request] = []
         for request_id, token_ids in committed.items():
             request, drafted = self.requests.get(request_id), step.num_drafts(request_id)
@@ -416,7 +413,7 @@ class Round:
         """Forgets the rounds of the warm-up."""
         self.statistics = RoundStatistics()
         self._deadline.reset()
-        self.steps.clear()
+        self._timed = None
 
     def status(self) -> dict[str, Any]:
         """Returns the status in plain values.
@@ -539,13 +536,9 @@ class Round:
         step.started_s = self._clock()
         if self._tracer is not None:
             self._tracer.step_starts()
-        self.steps.append(step)
-        while len(self.steps) > 2 or (len(self.steps) > 1 and self.steps[0].is_committed):
-            done = self.steps.popleft()
-            if not done.num_tokens:  # scheduled ahead for requests that had ended
-                continue
-            period_s = self.steps[0].started_s - done.started_s
-            if done.decodes_only:
-                self.statistics.add_times(period_s, done.target_s, done.draft_work_us / 1e6, done.wait_s)
-                self._deadline.observe_step(period_s - done.wait_s)
-                self._lengths.observe_step(done.num_requests, done.num_tokens, period_s - done.wait_s)
+        done, self._timed = self._timed, step
+        if done is not None and done.decodes_only:
+            period_s = step.started_s - done.started_s
+            self.statistics.add_times(period_s, done.target_s, done.draft_work_us / 1e6, done.wait_s)
+            self._deadline.observe_step(period_s - done.wait_s)
+            self._lengths.observe_step(done.num_tokens, period_s - done.wait_s)

@@ -67,7 +67,7 @@ class RoundRunner:
         """The statuses of a step that overlaps with the next one, on their way to the host."""
 
         self._path_rows: PathRows | None = None
-        self._step = Step(0, 0, 0, False, {})
+        self._step = Step(0, 0, False, {})
         self._status: list[int] | None = None
         self._slots: dict[str, int] = {}
         """How many drafts each request has room for, where the step was scheduled ahead."""

@@ -224,7 +224,7 @@ def test_what_was_measured_while_warming_up_is_forgotten():
 def test_a_round_waits_for_so_many_of_the_target_s_steps():
     """The engine's clock stands still but for waiting: a step is made to take 10 ms between two rounds."""
     engine = Engine(never_after_ready, round_deadline_ms=500.0, round_deadline_steps=2.0)
-    engine.begin("a")
+    engine.begin("a", decodes_only=False)
     waits = []
     for token in range(8, 14):
         engine.now += 0.010

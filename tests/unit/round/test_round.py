@@ -90,7 +90,7 @@ def test_a_prompt_in_chunks_commits_nothing_until_it_is_done():
     assert engine.step({"a": [8]}, decodes_only=False) == [[1]]
 
 
-# Two steps in flight.
+# What a step keeps to itself.
 
 
 def drawn(*drafts):
@@ -98,7 +98,7 @@ def drawn(*drafts):
     return SparseQ(ids, np.full(ids.shape, 0.5, dtype=np.float32))
 
 
-def test_a_step_begun_before_the_last_one_s_commit_keeps_its_own_drafts_and_q():
+def test_a_step_keeps_its_own_drafts_and_q():
     engine = Engine(silent)
     handle = opened(engine, of=params())
     engine.commit({"a": [8]})
@@ -142,29 +142,27 @@ class Stepped(FixedLengths):
         super().__init__(4)
         self.seen = []
 
-    def observe_step(self, num_requests, num_tokens, step_s):
-        self.seen.append((num_requests, num_tokens, step_s))
+    def observe_step(self, num_tokens, step_s):
+        self.seen.append((num_tokens, step_s))
 
 
-def test_times_of_steps_in_flight_are_each_step_s_own():
+def test_times_are_each_step_s_own():
     engine = Engine(lengths=Stepped())
     engine.begin("a", decodes_only=False)
     engine.round.reset_statistics()
 
     first = engine.begin(num_requests=1)
-    engine.sleep(1.0)
-    second = engine.begin(num_requests=2)
-    assert engine.round.statistics.snapshot().get("median") is None, "the first is not committed"
     first.target_s, first.wait_s = 0.75, 0.25
     engine.round.commit(first, {"a": [8]})
-    engine.sleep(2.0)
+    engine.sleep(1.0)
+    second = engine.begin(num_requests=2)
     second.target_s = 1.5
     engine.round.commit(second, {"a": [8]})
+    engine.sleep(2.0)
     engine.begin(num_requests=3, decodes_only=False)
-    assert engine.lengths.seen == [(1, 1, 0.75), (2, 2, 2.0)]
+    assert engine.lengths.seen == [(1, 0.75), (2, 2.0)]
     sums = {part: histogram["sum"] for part, histogram in engine.round.metrics()["histograms"].items()}
     assert sums == {"period": 3.0, "target": 2.25, "draft": 0.0, "wait": 0.25}
-    assert len(engine.round.steps) == 1
 
 
 # Times.
@@ -176,7 +174,7 @@ def test_a_step_with_prefill_is_in_no_times():
     for decodes_only in (False, True, True):
         engine.commit({"a": [1]}, decodes_only=decodes_only)
         engine.sleep(1.0)
-    assert engine.lengths.seen == [(1, 1, 1.0)]
+    assert engine.lengths.seen == [(1, 1.0)]
     assert engine.round.metrics()["histograms"]["period"]["sum"] == 1.0
 
 
@@ -187,7 +185,7 @@ def test_a_step_s_time_has_its_wait_for_drafts_and_its_cost_has_not():
     engine.step({"a": [8]})
     engine.sleep(0.25)
     engine.begin()
-    assert engine.lengths.seen == [(1, 1, 0.25)]
+    assert engine.lengths.seen == [(1, 0.25)]
     median = engine.round.status()["median"]
     assert (median["period_ms"], median["wait_ms"]) == (750.0, 500.0)
 
