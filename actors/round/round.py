@@ -1,12 +1,13 @@
-"""Runs the round on the process that holds the target's rank 0, because the logits are there.
+"""Runs the round in the Verifier's process, because the logits are there.
 
 The order of events, each with the step it belongs to:
 
-    begin         a step starts: requests come and go, the drafter hears of it at once
-    settle        steps scheduled ahead only: the step's drafts are waited for, and put in place of its slots
-    choose        the forward pass has run: every token of the step is chosen, and its drafts are verified
-    commit        tokens are appended, the drafter is told, and how many drafts each request wants next
-    take_drafts   steps scheduled one at a time only: the scheduler asks for the next step's drafts
+    begin          a step starts: requests come and go, the drafter hears of it at once
+    insert_drafts  steps scheduled ahead only: waits for proposals and replaces the step's placeholder draft tokens
+    choose         the forward pass has run: every token of the step is chosen, and its drafts are verified
+    commit         tokens are appended, the drafter is told, and how many drafts each request wants next
+    take_drafts    steps scheduled one at a time only: waits for proposals, the next step's drafts. Where steps are
+                   scheduled ahead, insert_drafts does this first
 
 Drafts and their q belong to a step. The engine core may have scheduled a further step, but here one runs at a time: it
 begins after the commit of the one before. What a request is like is read from its `Request`, never from what the
@@ -31,7 +32,7 @@ from outrider.actors.round.drafter_client import DrafterClient, RoundDeadline
 from outrider.actors.round.learning_recorder import LearningRecorder
 from outrider.actors.round.length import FixedLengths, LengthController, SafeLengths
 from outrider.actors.round.paths import PathBudget
-from outrider.actors.round.request import Deployment, Draft, Request, acceptance_group, carried
+from outrider.actors.round.request import PLACEHOLDER_TOKEN_ID, Deployment, Draft, Request, acceptance_group, carried
 from outrider.actors.round.statistics import RoundStatistics
 from outrider.cluster.config import LinkConfig
 from outrider.cluster.drafter_registry import Work
@@ -47,9 +48,6 @@ from outrider.cluster.link.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-UNUSABLE = -1
-"""Stands in place of a draft's id: verification ends the request's drafts there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ class Step:
 
         Args:
             num_tokens: scheduled for each request.
-            drafts: ids scheduled for each request; UNUSABLE where they are not known yet.
+            drafts: ids scheduled for each request; PLACEHOLDER_TOKEN_ID where they are not known yet.
             events: requests that come and go.
         """
         known = {request_id: Draft(list(ids)) for request_id, ids in drafts.items() if ids}
@@ -230,7 +228,7 @@ class Round:
             self._pause(request_id)
             self._follow(self.requests[request_id])
         for request_id, draft in step.drafts.items():
-            if draft.ids[0] != UNUSABLE:  # else they are not known before `settle`
+            if draft.ids[0] != PLACEHOLDER_TOKEN_ID:  # else they are not known before `insert_drafts`
                 self._attach_q(self.requests[request_id], draft)
         # A step that was scheduled ahead begins while the answers to the commit before it are on their way.
         self._drafter.check_link(at_boundary=not self._drafter.is_awaited())
@@ -303,8 +301,8 @@ class Round:
     def take_drafts(self, step: Step, request_ids: Sequence[str]) -> list[list[int]]:
         """Waits for the answers to the last commits, no longer than the round's deadline, and adds the wait to `step`.
 
-        After a round whose answer was late it does not wait until the drafter is heard from again. Returns one list for
-        each request; drafts of a request that then sits a step out are handed out again.
+        After a late round, later rounds do not wait for proposals at all until a message from the drafter arrives.
+        Returns one list for each request; drafts of a request that then sits a step out are handed out again.
         """
         started = self._clock()
         self._send_training_samples()
@@ -336,11 +334,11 @@ class Round:
             self._tracer.waited(waited_s)
         return [self._proposed(request_id).ids for request_id in request_ids]
 
-    def settle(self, step: Step, request_ids: Sequence[str], slots: Sequence[int]) -> list[list[int] | None]:
-        """Waits for the drafts of a step that was scheduled while the one before it ran, and makes them the step's.
+    def insert_drafts(self, step: Step, request_ids: Sequence[str], slots: Sequence[int]) -> list[list[int] | None]:
+        """Waits for proposals and replaces the step's placeholder draft tokens.
 
-        Returns the ids for each request, no more than it has slots; None for a request that has ended, for which there
-        is nothing to do.
+        The step was scheduled while the one before it ran. Returns the ids for each request, no more than it has slots;
+        None for a request that has ended, for which there is nothing to do.
         """
         self.take_drafts(step, request_ids)
         if self._tracer is not None:
@@ -368,7 +366,7 @@ class Round:
         if not request.sampling.mode.samples_q:
             return
         if request.proposal is None or len(draft.ids) > len(request.proposal.token_ids):
-            draft.ids[:] = [UNUSABLE] * len(draft.ids)
+            draft.ids[:] = [PLACEHOLDER_TOKEN_ID] * len(draft.ids)
         else:
             draft.q = request.proposal.q
 
@@ -465,7 +463,6 @@ class Round:
             arrival.request_id,
             arrival.params,
             token_ids,
-            arrival.num_prompt_tokens,
             self.deployment,
             arrival.adapter,
             shows_pictures=has_pictures,

@@ -122,9 +122,9 @@ class RayRanksExecutor(RayExecutorV2):
         return super().take_draft_token_ids() if drafts is None else drafts.result()
 
     def _ask_for_drafts(self) -> None:
-        """Asks rank 0 for drafts before the step's output is processed, which is when vLLM would ask.
+        """Asks the Verifier for drafts before the step's output is processed, which is when vLLM would ask.
 
-        Rank 0 then waits for the drafter meanwhile, and need not be woken once more.
+        It then waits for the drafter meanwhile, and need not be woken once more.
         """
         if self._asks_for_drafts_early:
             self._drafts = self.collective_rpc(

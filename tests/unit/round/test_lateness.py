@@ -182,7 +182,7 @@ def test_a_step_that_was_scheduled_ahead_changes_links_when_its_answers_are_in()
     home = engine.offer(drafting([3]))
     step = engine.begin()
     assert (borrowed.broken, home.sent) == (None, [])
-    assert engine.round.settle(step, ["a"], [4]) == [[1, 2]]
+    assert engine.round.insert_drafts(step, ["a"], [4]) == [[1, 2]]
     assert list(home.sent[0].token_ids) == [*PROMPT, 8, 9]
 
 

@@ -50,7 +50,8 @@ def test_a_step_that_was_scheduled_ahead_gets_as_many_drafts_as_it_has_room_for(
     engine = Engine(drafting([1, 2, 3]))
     engine.begin("a", "b", "c", num_requests=3)
     engine.commit({"a": [8], "b": [8]})
-    assert engine.round.settle(engine.begin(num_requests=3), ["c", "b", "a"], [0, 2, 4]) == [[], [1, 2], [1, 2, 3]]
+    step = engine.begin(num_requests=3)
+    assert engine.round.insert_drafts(step, ["c", "b", "a"], [0, 2, 4]) == [[], [1, 2], [1, 2, 3]]
 
 
 def test_who_has_ended_is_told_from_who_drafts_nothing():
@@ -59,10 +60,10 @@ def test_who_has_ended_is_told_from_who_drafts_nothing():
     engine.begin("a", arrival("b", of=params(temperature=0.0, max_tokens=1)), num_requests=2)
     engine.commit({"a": [8], "b": [8]})
     step = engine.begin(num_requests=2)
-    assert engine.round.settle(step, ["a", "b"], [4, 4]) == [[], None]
+    assert engine.round.insert_drafts(step, ["a", "b"], [4, 4]) == [[], None]
     engine.tell(finished=["b"])
     engine.begin(arrival("b", of=params(temperature=0.0, max_tokens=1)))
-    assert engine.round.settle(step, ["b"], [0]) == [[]], "the same name, another request"
+    assert engine.round.insert_drafts(step, ["b"], [0]) == [[]], "the same name, another request"
 
 
 def test_a_prompt_with_pictures_is_drafted_for_as_the_text_it_is_to_the_drafter():
@@ -105,12 +106,12 @@ def test_a_step_keeps_its_own_drafts_and_q():
     first_q, second_q = drawn(1, 2), drawn(3, 5)
     engine.hear(Proposals(handle, 4, [1, 2], q=first_q))
     first = engine.begin(drafts={"a": [-1] * 4})
-    assert engine.round.settle(first, ["a"], [4]) == [[1, 2]]
+    assert engine.round.insert_drafts(first, ["a"], [4]) == [[1, 2]]
     assert engine.choose(first, "a") == {"a": ([1, 2], first_q)}
     engine.round.commit(first, {"a": [1, 9]})
     second = engine.begin(drafts={"a": [-1] * 4})
     engine.link.arrive(Proposals(handle, 6, [3, 5], q=second_q))
-    assert engine.round.settle(second, ["a"], [1]) == [[3]]
+    assert engine.round.insert_drafts(second, ["a"], [1]) == [[3]]
     assert engine.choose(second, "a") == {"a": ([3], second_q)}
     engine.round.commit(second, {"a": [3, 4]})
     assert (first.drafts, first.width) == ({"a": Draft([1, 2], first_q)}, 3)
@@ -219,7 +220,7 @@ def test_a_controller_that_fails_ends_drafting_and_not_the_engine(fails, caplog)
         engine.begin(request_id)
         engine.step({request_id: [7]})
         engine.step({request_id: [1, 2, 3, 9]}, {request_id: [1, 2, 3]})
-        engine.round.settle(engine.begin(drafts={request_id: [-1] * 4}), [request_id], [4])
+        engine.round.insert_drafts(engine.begin(drafts={request_id: [-1] * 4}), [request_id], [4])
         engine.round.status()
         engine.round.work()
         engine.tell(finished=[request_id])
@@ -296,7 +297,7 @@ def test_what_was_learnt_of_a_request_outlives_its_preemption():
     engine.begin(preempted=["a"])
     engine.begin(resumed=["a"])
     assert engine["a"].estimate is estimate
-    assert (estimate.most, engine["plain"].estimate.most) == (4, 0)
+    assert (estimate.max_drafts, engine["plain"].estimate.max_drafts) == (4, 0)
 
 
 # Proposals that verification cannot use.
@@ -324,7 +325,7 @@ def test_who_has_no_next_token_has_no_next_step_either():
     engine.begin("a")
     engine.round.has_no_next_token("a")
     engine.commit({"a": []})
-    assert engine.round.settle(engine.begin(), ["a"], [4]) == [None]
+    assert engine.round.insert_drafts(engine.begin(), ["a"], [4]) == [None]
 
 
 def test_a_plain_round_counts_as_a_round_and_as_nothing_else():
