@@ -1,13 +1,14 @@
 """Runs vLLM's ranks as Ray actors on the bundles, cores and actor names of a RankPlacement.
 
-It differs from vLLM's ``RayExecutorV2`` in five ways:
+It differs from vLLM's ``RayExecutorV2``:
 
 - It connects to a given cluster and namespace and uses the placement group it is given. vLLM's insists on a Ray device
   key, which the CPU platform lacks.
-- It names and places each rank.
+- It names and places each rank, and sets the placement's environment variables.
 - It binds a CPU rank's threads to the rank's cores before torch starts any.
 - Its ranks rendezvous at a store that listens on one address only.
-- It asks for drafts together with the step that they follow.
+- It asks for drafts together with the step that they follow, or samples in the call that starts the step.
+- On a CPU its processes sleep early while they wait for messages.
 """
 
 from __future__ import annotations
