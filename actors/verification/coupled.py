@@ -23,10 +23,7 @@ from outrider.actors.verification.noise import (
     gumbel,
     leading_bytes,
 )
-from outrider.actors.verification.search import TokenSubset, at_least, search_maxima
-
-CHUNK_ELEMENTS = 1 << 19
-"""Logits that are worked on at once, so that intermediate values stay in cache."""
+from outrider.actors.verification.search import CHUNK_ELEMENTS, TokenSubset, at_least, search_maxima
 
 FEW_TOKENS = 256
 """Up to so many tokens in a row, the exact noise of all of them is cheaper than ruling any out."""
