@@ -290,7 +290,7 @@ class Round:
                 k = min(wanted.k, request.max_drafts)
                 self._wanted[k] += 1
                 k_miss, token_ids = min(wanted.k_miss, k), committed[request.request_id]
-                # A tree is drafted when its round is known, so it comes only to who waits.
+                # A tree is drafted after the commit, never ahead, so it needs a request that waits on a miss.
                 num_paths = request.num_paths if trees and k_miss else 1
                 prefetched = self._drafter.commit(request, token_ids, k, k_miss, num_paths)
                 if prefetched is not None:
