@@ -34,15 +34,15 @@ BY_NAME = {"rejection": Mode.REJECTION, "block": Mode.BLOCK, "coupled": Mode.COU
 def mode_for(*, greedy: bool, seeded: bool, structured: bool, asked: str | None, deployment: str) -> Mode:
     """Returns the mode of one request.
 
-    A seeded request without a choice is coupled, so that its tokens do not depend on the drafter. A structured one is
-    always coupled.
+    A greedy request is GREEDY whatever it asks for. Of the others, a structured one is always coupled, and so is a
+    seeded one without a choice, so that its tokens do not depend on the drafter.
 
     Args:
         asked: The request's own choice; None without one.
         deployment: The configured default.
 
     Raises:
-        ValueError: A structured request asks for another mode.
+        ValueError: A structured request that is not greedy asks for another mode.
     """
     if greedy:
         return Mode.GREEDY
@@ -55,7 +55,7 @@ def mode_for(*, greedy: bool, seeded: bool, structured: bool, asked: str | None,
 
 
 def check_exact_under_grammar(asked: str | None) -> None:
-    """Raises ValueError if a structured request asks for another mode than coupled.
+    """Raises ValueError if the mode that a structured request asks for is not coupled.
 
     The scheduler cuts drafts at the first token that the grammar forbids. A cut that depends on the token biases
     rejection and block verification.

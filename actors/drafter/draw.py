@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.actors.drafter.engine import Draw, Drawn
-from outrider.actors.verification.constraints import Constraints, known_of
+from outrider.actors.verification.constraints import Constraints, summary_of
 from outrider.actors.verification.draft_sampler import sample_drafts
 from outrider.actors.verification.search import TokenSubset
 from outrider.actors.verification.torch_draws import DraftSample, greedy_choice
@@ -100,7 +100,7 @@ def _limits(
     temperature = [min(max(s.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE) for s in samplings]
     top_k = np.array([s.top_k if s.top_k < vocab_size else 0 for s in samplings])
     top_p, min_p = (np.array([getattr(s, name) for s in samplings], np.float32) for name in ("top_p", "min_p"))
-    return [np.array(temperature, np.float32), top_k, top_p, min_p], known_of(top_k, top_p, min_p)
+    return [np.array(temperature, np.float32), top_k, top_p, min_p], summary_of(top_k, top_p, min_p)
 
 
 def _biased(

@@ -79,18 +79,18 @@ class CountRequests:
 class ReplicaMetrics:
     """Collects the metrics of one replica.
 
-    Rank 0 is asked once a second at most; a scrape does not wait for a long step.
+    The Verifier is asked once a second at most; a scrape does not wait for a long step.
 
     Args:
         model_name: the label, as in vLLM's own metrics.
-        ask_rank_0: returns ``{"rounds": Round.metrics(), "link": LinkKeeper.status()}``; None without our drafter.
+        ask_verifier: returns ``{"rounds": Round.metrics(), "link": LinkKeeper.status()}``; None without our drafter.
         ask_drafter: returns Drafter.status(); None likewise.
     """
 
     def __init__(
         self,
         model_name: str,
-        ask_rank_0: Ask | None,
+        ask_verifier: Ask | None,
         ask_drafter: Ask | None,
         *,
         registry: CollectorRegistry = REGISTRY,
@@ -98,11 +98,11 @@ class ReplicaMetrics:
         answer_within_s: float = ANSWER_WITHIN_S,
     ) -> None:
         self._model = {"model_name": model_name}
-        self._ask_rank_0, self._ask_drafter = ask_rank_0, ask_drafter
+        self._ask_verifier, self._ask_drafter = ask_verifier, ask_drafter
         self._registry, self._clock, self._answer_within_s = registry, clock, answer_within_s
         self._asking: asyncio.Task[None] | None = None
-        self._rank_0: Mapping[str, Any] | None = None
-        self._rank_0_at = 0.0
+        self._report: Mapping[str, Any] | None = None
+        self._report_at = 0.0
         versions = {"version": installed_version("outrider"), "vllm": installed_version(*VLLM)}
         self._build = {**self._model, **versions, "ray": installed_version("ray")}
 
@@ -112,10 +112,10 @@ class ReplicaMetrics:
         build = GaugeMetricFamily("outrider:build_info", "1; the versions are in the labels.")
         build.add_sample(build.name, self._build, 1)
         reports: list[tuple[Sequence[catalog.Spec], Mapping[str, Any]]] = []
-        if self._rank_0 is not None:
-            rounds, age = self._rank_0["rounds"], {"snapshot_age": self._clock() - self._rank_0_at}
+        if self._report is not None:
+            rounds, age = self._report["rounds"], {"snapshot_age": self._clock() - self._report_at}
             reports.append((catalog.ROUNDS, {**rounds, **rounds["histograms"], **rounds["lengths"], **age}))
-            reports.append((catalog.LINK, self._rank_0["link"]))
+            reports.append((catalog.LINK, self._report["link"]))
         if self._ask_drafter is not None:
             learning = (drafter or {}).get("learning") or {}
             reports.append((catalog.DRAFTER, {**(drafter or {}), "answered": int(drafter is not None)}))
@@ -125,16 +125,16 @@ class ReplicaMetrics:
         return [*self._registry.collect(), build, *ours]
 
     async def _refresh(self) -> None:
-        """Asks rank 0, or waits for the answer to the scrape before, but not long."""
-        if self._ask_rank_0 is None or (self._rank_0 is not None and self._clock() - self._rank_0_at < FRESH_FOR_S):
+        """Asks the Verifier, or waits for the answer to the scrape before, but not long."""
+        if self._ask_verifier is None or (self._report is not None and self._clock() - self._report_at < FRESH_FOR_S):
             return
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.ensure_future(self._asked(self._ask_rank_0))
+            self._asking = asyncio.ensure_future(self._asked(self._ask_verifier))
         await asyncio.wait([self._asking], timeout=self._answer_within_s)
 
     async def _asked(self, ask: Ask) -> None:
         try:
-            self._rank_0, self._rank_0_at = await ask(), self._clock()
+            self._report, self._report_at = await ask(), self._clock()
         except Exception as error:  # noqa: BLE001 - the last numbers stand, and outrider:snapshot_age_seconds tells
             logger.warning("metrics: the verifier did not answer: %s", error)
 

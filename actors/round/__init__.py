@@ -1,1 +1,1 @@
-"""Runs rounds on the target's rank 0: drafts in, a verified step, commits out."""
+"""Runs rounds in the Verifier: takes drafts, has a step verify them, and commits what it chose."""

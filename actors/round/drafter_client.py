@@ -1,4 +1,4 @@
-"""Talks to the drafter for rank 0: opens and closes requests, sends commits, and takes the answers.
+"""Talks to the drafter for the Verifier: opens and closes requests, sends commits, and takes the answers.
 
 A drafter's mistake, silence or death ends here: what does not fit is dropped and counted, and its request decodes
 plainly.
@@ -254,8 +254,8 @@ class DrafterClient:
         self, request: Request, base: int, num_wanted: int, num_paths: int
     ) -> PrefetchedProposal | None:
         """Returns the prefetched proposal for the tokens after the first `base`, if it has all the drafts wanted."""
-        found = request.ahead.get((len(request.token_ids) - 1, request.token_ids[-1]))
-        request.ahead.clear()
+        found = request.prefetched.get((len(request.token_ids) - 1, request.token_ids[-1]))
+        request.prefetched.clear()
         if found is None or num_paths > 1 or found.base_committed_len != base:
             return None
         # With fewer drafts than wanted it is better to ask: the drafter may have more by now.
@@ -278,7 +278,7 @@ class DrafterClient:
 
     # Answers.
 
-    def hear(self, messages: Iterable[Message]) -> list[tuple[Request, Proposals]]:
+    def hear(self, messages: Iterable[Proposals | PrefetchedProposal]) -> list[tuple[Request, Proposals]]:
         """Applies the drafter's answers. Returns those to the last commits, each with its request.
 
         Answers for a closed handle or another committed length are dropped.
@@ -287,20 +287,18 @@ class DrafterClient:
         for message in messages:
             if isinstance(message, PrefetchedProposal):
                 self._keep_prefetched(message)
-            elif isinstance(message, Proposals):
-                request = self._by_handle.get(message.request)
-                if request is None:
-                    self.stale += 1
-                elif self._apply(request, message):
-                    answers.append((request, message))
+            elif (request := self._by_handle.get(message.request)) is None:
+                self.stale += 1
+            elif self._apply(request, message):
+                answers.append((request, message))
         return answers
 
     def _keep_prefetched(self, message: PrefetchedProposal) -> None:
         request = self._by_handle.get(message.request)
         # Where drafts are sampled, verification needs their q, which a prefetched proposal does not carry.
-        if request is None or request.sampling.mode.samples_q or len(request.ahead) >= _MAX_PREFETCHED:
+        if request is None or request.sampling.mode.samples_q or len(request.prefetched) >= _MAX_PREFETCHED:
             return
-        request.ahead[message.position, message.next_token] = message
+        request.prefetched[message.position, message.next_token] = message
 
     def _apply(self, request: Request, answer: Proposals) -> bool:
         """Applies an answer to its request: takes its drafts, notes that the prompt is read, or counts a refusal.

@@ -37,8 +37,8 @@ class LearningRecorder:
 
     def __init__(self, likeliest: Likeliest) -> None:
         self._likeliest = likeliest
-        self._kept: dict[int, _Kept] = {}
-        """By step number."""
+        self._kept: _Kept | None = None
+        """The step's, until its samples are taken."""
 
     def enter(self, request: Request, adapter: str = "", *, shows_pictures: bool = False) -> None:
         """Decides whether samples are taken of a request.
@@ -61,40 +61,35 @@ class LearningRecorder:
 
     def record_logits(self, step: Step, row_ids: Sequence[str], requests: Sequence[Request], logits: Any) -> None:
         """Keeps a step's logits: for each of row_ids one for each draft and one more. requests: of the same rows."""
-        # Keep no more than the steps in flight: some are never asked for.
-        for number in sorted(self._kept)[:-1]:
-            del self._kept[number]
+        self._kept = None
         if not any(request.teaches for request in requests):
             return
         first_rows, row = {}, 0
         for row_id in row_ids:
             first_rows[row_id] = row
             row += len(step.draft(row_id).ids) + 1
-        self._kept[step.number] = _Kept(logits, first_rows)
+        self._kept = _Kept(logits, first_rows)
 
     def record_commit(self, step: Step, request: Request, count: int) -> None:
         """Notes that the step chose the last `count` tokens of a request."""
-        if request.teaches and (kept := self._kept.get(step.number)) is not None:
-            first_row = kept.first_rows[step.best_rows.get(request.request_id, request.request_id)]
-            kept.committed.append((request, first_row, len(request.token_ids) - count, count))
+        if request.teaches and self._kept is not None:
+            first_row = self._kept.first_rows[step.best_rows.get(request.request_id, request.request_id)]
+            self._kept.committed.append((request, first_row, len(request.token_ids) - count, count))
 
     def take_samples(self) -> list[TrainingSample]:
         """Returns the samples since the last call, of requests that are still open at the drafter."""
-        samples: list[TrainingSample] = []
-        for number, kept in sorted(self._kept.items()):
-            if not kept.committed:
-                continue
-            entries = [entry for entry in kept.committed if entry[0].handle is not None]
-            rows = [first_row + j for _, first_row, _, count in entries for j in range(count)]
-            if rows:
-                ids, log_p = self._likeliest(kept.logits, rows)
-                at = 0
-                for request, _, position, count in entries:
-                    assert request.handle is not None
-                    part = slice(at, at + count)
-                    samples.append(TrainingSample(request.handle, position, ids[part], log_p[part]))
-                    at += count
-            del self._kept[number]
+        kept, self._kept = self._kept, None
+        entries = [] if kept is None else [entry for entry in kept.committed if entry[0].handle is not None]
+        if kept is None or not entries:
+            return []
+        rows = [first_row + j for _, first_row, _, count in entries for j in range(count)]
+        ids, log_p = self._likeliest(kept.logits, rows)
+        samples, at = [], 0
+        for request, _, position, count in entries:
+            assert request.handle is not None
+            part = slice(at, at + count)
+            samples.append(TrainingSample(request.handle, position, ids[part], log_p[part]))
+            at += count
         return samples
 
 

@@ -2,7 +2,7 @@
 
 Three estimates decide:
 
-- *acceptance* by position: a request's own, pulled towards that of all requests of its adapter;
+- *acceptance* by position: a request's own, pulled towards that of its acceptance group;
 - *cost of a step*: a line over the tokens of the target's recent steps, and the drafter's step as it reports it;
 - *hits*: how often the right continuation had been drafted ahead, how much of it came, and how long rounds waited.
 
@@ -42,21 +42,21 @@ _OFF, _FIRST = Lengths(0, 0), Lengths(2, 0)
 class Estimate:
     """Holds what is known of one request's drafts. `track` makes it, and the request keeps it.
 
-    most: drafts that it may have in a round; with 0 it decodes plainly. accepted: [2, K], faded tries and successes at
-    each position. alike: [2, K], those of all requests of its adapter, which share the array. planned: the lengths of
-    the present plan. chosen, before: its lengths in the round that runs, and in the one before it.
+    max_drafts: in a round; with 0 it decodes plainly. accepted: [2, K], tries and successes at each position, with
+    exponential decay. group_accepted: [2, K], those of all requests of its group, which share the array. planned: the
+    lengths of the present plan. chosen, previous: its lengths in the round that runs, and in the one before it.
     """
 
-    most: int = 0
+    max_drafts: int = 0
     accepted: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
-    alike: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
+    group_accepted: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
     planned: Lengths = _OFF
     chosen: Lengths = _OFF
-    before: Lengths = _OFF
+    previous: Lengths = _OFF
 
     def cut(self, k: int, k_miss: int) -> Lengths:
         """Returns these lengths, or the most that the request may have."""
-        return Lengths(min(k, self.most), min(k_miss, self.most))
+        return Lengths(min(k, self.max_drafts), min(k_miss, self.max_drafts))
 
 
 class FixedLengths:
@@ -65,12 +65,12 @@ class FixedLengths:
     def __init__(self, num_tokens: int) -> None:
         self._lengths = Lengths(num_tokens, num_tokens)
 
-    def track(self, max_tokens: int, adapter: str = "") -> Estimate:
+    def track(self, max_tokens: int, group: str = "") -> Estimate:
         return Estimate(max_tokens)
 
     def observe_round(self, estimate: Estimate, drafted: int, accepted: int) -> None: ...
 
-    def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None: ...
+    def observe_step(self, num_tokens: int, step_s: float) -> None: ...
 
     def observe_answer(
         self, estimate: Estimate, origin: DraftOrigin, num_tokens: int, draft_step_s: float, wait_s: float
@@ -144,8 +144,8 @@ _PROBE_AFTER, _PROBE_AFTER_MAX = 16, 512
 _PROBE_TRIES = 4.0
 """Weight of what was known before a probe."""
 
-_MOST_ADAPTERS = 256
-"""Adapters whose acceptance is remembered."""
+_MAX_GROUPS = 256
+"""Groups whose acceptance is remembered."""
 
 
 def _add(counts: np.ndarray, tried: int, won: int, keep: float) -> None:
@@ -174,7 +174,7 @@ class LengthController:
         """max_tokens: K."""
         self._max_tokens = max_tokens
         self._accepted = {"": np.zeros((2, max_tokens))}
-        """By adapter, as in Estimate."""
+        """By group, as in Estimate."""
 
         self._came = np.zeros((2, max_tokens))
         """Drafts wanted and drafts that came, by position, on hits."""
@@ -212,24 +212,24 @@ class LengthController:
 
         self._rate = self._plain_rate = 0.0
 
-    def track(self, max_tokens: int, adapter: str = "") -> Estimate:
+    def track(self, max_tokens: int, group: str = "") -> Estimate:
         """Returns the estimate of a new request that may have max_tokens drafts in a round, and at most K.
 
-        adapter: that the target answers with. The drafter has none, so each has an acceptance of its own.
+        group: names the requests with similar acceptance, see `acceptance_group`.
         """
-        if adapter not in self._accepted and len(self._accepted) > _MOST_ADAPTERS:
+        if group not in self._accepted and len(self._accepted) > _MAX_GROUPS:
             del self._accepted[next(name for name in self._accepted if name)]
-        alike = self._accepted.setdefault(adapter, np.zeros((2, self._max_tokens)))
-        return Estimate(max(0, min(max_tokens, self._max_tokens)), np.zeros((2, self._max_tokens)), alike)
+        group_accepted = self._accepted.setdefault(group, np.zeros((2, self._max_tokens)))
+        return Estimate(max(0, min(max_tokens, self._max_tokens)), np.zeros((2, self._max_tokens)), group_accepted)
 
     def observe_round(self, estimate: Estimate, drafted: int, accepted: int) -> None:
         """Takes in how many of a request's drafts a round has accepted."""
-        if estimate.most:
+        if estimate.max_drafts:
             tried = min(drafted, accepted + 1)
             _add(estimate.accepted, tried, accepted, _REQUEST_KEEP)
-            _add(estimate.alike, tried, accepted, _DEPLOYMENT_KEEP)
+            _add(estimate.group_accepted, tried, accepted, _DEPLOYMENT_KEEP)
 
-    def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None:
+    def observe_step(self, num_tokens: int, step_s: float) -> None:
         """Takes in a step without prefill: its scheduled tokens, and its time less the wait for drafts."""
         if num_tokens < 1 or step_s <= 0:
             return
@@ -262,7 +262,7 @@ class LengthController:
                 self._tree_step_s = min(self._draft_step_s, self._tree_step_s or self._draft_step_s)
         if origin.is_hit:
             _add(self._came, wanted.k, min(num_tokens, wanted.k), _DEPLOYMENT_KEEP)
-        if estimate.before.k and not self._trees:  # else the drafter had no reason to draft ahead
+        if estimate.previous.k and not self._trees:  # else the drafter had no reason to draft ahead
             for other in self._origins:
                 self._origins[other] *= _DEPLOYMENT_KEEP
             self._origins[origin if origin.is_hit else DraftOrigin.MISS] += 1.0
@@ -278,15 +278,15 @@ class LengthController:
         members = list(estimates)
         is_new = trees != self._trees or members != self._members
         for left in set(self._members).difference(members) if is_new else ():
-            left.chosen = left.before = _OFF
+            left.chosen = left.previous = _OFF
         self._trees, self._members = trees, members
-        drafting = [estimate for estimate in members if estimate.most]
+        drafting = [estimate for estimate in members if estimate.max_drafts]
         if is_new or self._rounds_left <= 0:
             self._rounds_left = min(_PLAN_ROUNDS, 1 + self._num_waits // 4)  # the first plans know little
             self._plan(drafting)
         self._rounds_left -= 1
         for estimate in members:
-            estimate.before, estimate.chosen = estimate.chosen, estimate.planned
+            estimate.previous, estimate.chosen = estimate.chosen, estimate.planned
         if drafting and not self._speculating:
             self._probe(drafting)
         return [estimate.chosen for estimate in members]
@@ -341,15 +341,15 @@ class LengthController:
         return mean_s - slope * mean_tokens, slope
 
     def _survival(self, drafting: list[Estimate]) -> np.ndarray:
-        """Returns the probability that drafts 1 to j are all accepted, [requests, K]; 0 beyond a request's most."""
-        averages = {id(each.alike): _rates(each.alike, _PRIOR_ACCEPTANCE) for each in drafting}
-        average = np.stack([averages[id(estimate.alike)] for estimate in drafting])
+        """Returns the probability that drafts 1 to j are all accepted, [requests, K]; 0 beyond its max_drafts."""
+        averages = {id(each.group_accepted): _rates(each.group_accepted, _PRIOR_ACCEPTANCE) for each in drafting}
+        average = np.stack([averages[id(estimate.group_accepted)] for estimate in drafting])
         tried, won = np.stack([estimate.accepted for estimate in drafting], axis=1)
         level = (won.sum(axis=1) - (tried * average).sum(axis=1)) / (tried.sum(axis=1) + _LEVEL_TRIES)
         expected = np.clip(average + level[:, None], 0.0, 0.995)
         survival = np.cumprod((won + _POSITION_TRIES * expected) / (tried + _POSITION_TRIES), axis=1)
-        most = np.array([estimate.most for estimate in drafting])
-        return survival * (np.arange(self._max_tokens) < most[:, None])
+        max_drafts = np.array([estimate.max_drafts for estimate in drafting])
+        return survival * (np.arange(self._max_tokens) < max_drafts[:, None])
 
     def _miss_share(self) -> float:
         return 1.0 if self._trees else self._origins[DraftOrigin.MISS] / sum(self._origins.values())
@@ -357,7 +357,8 @@ class LengthController:
     def _wait_s(self, k_miss: int, missed: bool) -> float:
         """Returns the expected wait of a round in which misses get k_miss drafts.
 
-        A miss's drafts are made while the target waits, a hit's in one more of the target's steps.
+        The drafter answers once k_miss drafts are there, on a hit too. A miss's are drafted while the target waits; a
+        hit's, and the next token that they follow, during the target's step.
         """
         expected_s = k_miss * self._draft_step_s
         if not missed and k_miss:

@@ -70,9 +70,6 @@ class RoundLog:
     def watches(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def note(self, request_id: str, index: int, num_tokens: int, totals: SpeculationTotals | None) -> None:
         """Adds a round of answer `index` of a watched request. totals: at its end; None where nothing counts them."""
         answer = self._requests[request_id].setdefault(index, _Answer())

@@ -29,8 +29,8 @@ class PathBudget:
         self._expected = self._gained = 0.0
         """Tokens, faded."""
 
-        self._tokens = self._scheduled = 0.0
-        """A request's further paths that were worth it lately: expected tokens, and tokens to schedule; faded."""
+        self._extra_tokens = self._extra_rows = 0.0
+        """Moving averages, per request, of the chosen paths' expected tokens and scheduled tokens."""
 
         self._is_known, self._wanted = False, True
         self._steps, self._retry_after = 0, _RETRY_AFTER
@@ -55,11 +55,11 @@ class PathBudget:
             for path in paths
         ]
         chosen = sorted((entry for entry in worth if entry[0] > token_price), key=lambda entry: -entry[0])
-        weight = 1 - _KNOWN_KEEP if self._wanted and self._scheduled else 1.0
+        weight = 1 - _KNOWN_KEEP if self._wanted and self._extra_rows else 1.0
         tokens = sum(path.gain for _, _, path in chosen)
-        scheduled = sum(1 + len(path.token_ids) for _, _, path in chosen)
-        self._tokens += weight * (tokens / len(proposed) - self._tokens)
-        self._scheduled += weight * (scheduled / len(proposed) - self._scheduled)
+        rows = sum(1 + len(path.token_ids) for _, _, path in chosen)
+        self._extra_tokens += weight * (tokens / len(proposed) - self._extra_tokens)
+        self._extra_rows += weight * (rows / len(proposed) - self._extra_rows)
         self._is_known = True
         return [(request_id, path) for _, request_id, path in chosen]
 
@@ -73,7 +73,7 @@ class PathBudget:
             token_price: as in `choose`.
             round_price: tokens that a request makes in the time in which its round is drafted.
         """
-        brought = self.calibration * self._tokens - token_price * self._scheduled
+        brought = self.calibration * self._extra_tokens - token_price * self._extra_rows
         least = round_price * (_STAY_GAIN if self._wanted else _BEGIN_GAIN)
         wanted = not self._is_known or brought > least
         self._steps = self._steps + 1 if wanted == self._wanted else 1

@@ -1,4 +1,4 @@
-"""Holds one request as rank 0 knows it, and converts its sampling for verification and drafter.
+"""Holds one request as the Verifier knows it, and converts its sampling for verification and drafter.
 
 vLLM is not loaded here.
 """
@@ -39,8 +39,11 @@ EXTRA_ARGS_KEY = "outrider"
 - ``trace_headers``: W3C headers of the request's span in the target, if it is traced;
 - ``timeout_s``: seconds after its arrival in the scheduler, which then drops the request;
 - ``deadline``: the same on the way through vLLM's serving classes, within one process
-  (actors/serving/openai/checked_engine.py).
+  (actors/serving/openai/engine.py).
 """
+
+PLACEHOLDER_TOKEN_ID = -1
+"""Stands in place of a draft's id that is not known yet or cannot be used: verification ends the drafts there."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
@@ -104,7 +107,7 @@ def as_drafted(sampling: DraftSampling, params: Any, top_n: int, vocab_size: int
 
 
 def check_for_ranks(params: Any) -> None:
-    """Raises ValueError or KeyError for parameters that rank 0 or the link cannot take.
+    """Raises ValueError or KeyError for parameters that the Verifier or the link cannot take.
 
     An exception there would end the engine. params: vLLM's SamplingParams.
     """
@@ -125,7 +128,7 @@ class Draft:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Holds everything rank 0 knows of a request, from its first step to its last, preemptions included.
+    """Holds everything the Verifier knows of a request, from its first step to its last, preemptions included.
 
     token_ids: committed, prompt and output. max_drafts: in one round; with 0 it decodes plainly, and no drafter hears
     of it. num_paths: of its draft tree, that one step may verify; 1 for a chain.
@@ -168,7 +171,7 @@ class Request:
     """A continuation of exactly token_ids. It is kept until the next commit, whatever becomes of the link, because the
     scheduler may hold its drafts, and verification needs the q they were drawn from."""
 
-    ahead: dict[tuple[int, int], PrefetchedProposal] = field(default_factory=dict)
+    prefetched: dict[tuple[int, int], PrefetchedProposal] = field(default_factory=dict)
     """Prefetched proposals for outcomes of the round that is being verified, by position and next token."""
 
     teaches: bool = False
@@ -189,7 +192,6 @@ class Request:
         request_id: str,
         params: Any,
         token_ids: list[int],
-        num_prompt_tokens: int,
         deployment: Deployment,
         adapter: str = "",
         *,
@@ -199,7 +201,7 @@ class Request:
 
         Args:
             params: vLLM's SamplingParams.
-            token_ids: prompt and output so far.
+            token_ids: of its prompt.
             adapter: see Arrival.
             shows_pictures: its prompt has pictures beside the ids.
 
@@ -216,7 +218,7 @@ class Request:
             if (adapter or shows_pictures) and deployment.remembers_answers:
                 tenant = _tenant_of(tenant, acceptance_group(adapter, shows_pictures))
             sampling = replace(sampling, tenant=tenant, adapter=deployment.draft_adapters.get(adapter, 0))
-        request = cls(request_id, params, sampling, token_ids, num_prompt_tokens, max_drafts)
+        request = cls(request_id, params, sampling, token_ids, len(token_ids), max_drafts)
         request.num_paths = deployment.num_paths if max_drafts and request.why_chain is None else 1
         return request
 
@@ -224,7 +226,7 @@ class Request:
         """Forgets the handle: no answer to a commit counts any more, nor any prefetched proposal."""
         self.handle, self.ready = None, False
         self.asked = self.awaited = False
-        self.ahead.clear()
+        self.prefetched.clear()
 
     @property
     def why_chain(self) -> str | None:
@@ -290,7 +292,7 @@ def carried(params: Any) -> dict[str, Any]:
 
 
 def acceptance_group(adapter: str, shows_pictures: bool) -> str:
-    """Returns a name for the requests whose acceptance is alike: those of an adapter, with or without pictures.
+    """Returns a name for the requests with similar acceptance: those of an adapter, with or without pictures.
 
     Adapters' names contain no spaces. The drafter sees no pictures, so the same text may go on in many ways.
     """

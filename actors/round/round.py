@@ -1,16 +1,17 @@
-"""Runs the round on the process that holds the target's rank 0, because the logits are there.
+"""Runs the round in the Verifier's process, because the logits are there.
 
 The order of events, each with the step it belongs to:
 
-    begin         a step starts: requests come and go, the drafter hears of it at once
-    settle        steps scheduled ahead only: the step's drafts are waited for, and put in place of its slots
-    choose        the forward pass has run: every token of the step is chosen, drafts verified against their q
-    commit        tokens are appended, the drafter is told, and how many drafts each request wants next
-    take_drafts   steps scheduled one at a time only: the scheduler asks for the next step's drafts
+    begin          a step starts: requests come and go, the drafter hears of it at once
+    insert_drafts  steps scheduled ahead only: waits for proposals and replaces the step's placeholder draft tokens
+    choose         the forward pass has run: every token of the step is chosen, and its drafts are verified
+    commit         tokens are appended, the drafter is told, and how many drafts each request wants next
+    take_drafts    steps scheduled one at a time only: waits for proposals, the next step's drafts. Where steps are
+                   scheduled ahead, insert_drafts does this first
 
-Drafts and their q belong to a step. The steps in flight are `Round.steps`: one where the engine schedules when a step
-is done, two where it schedules one ahead. A step begins after the commit of the one before. What a request is like is
-read from its `Request`, never from what the scheduler expects.
+Drafts and their q belong to a step. The engine core may have scheduled a further step, but here one runs at a time: it
+begins after the commit of the one before. What a request is like is read from its `Request`, never from what the
+scheduler expects.
 
 The engine's step thread makes all of these calls. The link's threads, and the keeper that makes and remakes the link,
 run beside it and meet it in queues only.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ from outrider.actors.round.drafter_client import DrafterClient, RoundDeadline
 from outrider.actors.round.learning_recorder import LearningRecorder
 from outrider.actors.round.length import FixedLengths, LengthController, SafeLengths
 from outrider.actors.round.paths import PathBudget
-from outrider.actors.round.request import Deployment, Draft, Request, acceptance_group, carried
+from outrider.actors.round.request import PLACEHOLDER_TOKEN_ID, Deployment, Draft, Request, acceptance_group, carried
 from outrider.actors.round.statistics import RoundStatistics
 from outrider.cluster.config import LinkConfig
 from outrider.cluster.drafter_registry import Work
@@ -47,9 +48,6 @@ from outrider.cluster.link.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-UNUSABLE = -1
-"""Stands in place of a draft's id: verification ends the request's drafts there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,6 @@ class Step:
     """
 
     number: int
-    num_requests: int
     num_tokens: int
     decodes_only: bool
     drafts: dict[str, Draft]
@@ -100,7 +97,6 @@ class Step:
     """The wait for proposals between its start and the next step's."""
 
     draft_work_us: int = 0
-    is_committed: bool = False
 
     paths: Sequence[tuple[str, DraftPath]] = ()
     """Request ids, each with a further path that is worth its rows, the best first. The same on every rank."""
@@ -123,17 +119,17 @@ class Step:
 
         Args:
             num_tokens: scheduled for each request.
-            drafts: ids scheduled for each request; UNUSABLE where they are not known yet.
+            drafts: ids scheduled for each request; PLACEHOLDER_TOKEN_ID where they are not known yet.
             events: requests that come and go.
         """
         known = {request_id: Draft(list(ids)) for request_id, ids in drafts.items() if ids}
-        step = cls(number, 0, 0, True, known, **events)
+        step = cls(number, 0, True, known, **events)
         step.count(num_tokens)
         return step
 
     def count(self, num_tokens: Mapping[str, int]) -> None:
         """Counts the tokens scheduled for each request, once more after drafts have come that were not known before."""
-        self.num_requests, self.num_tokens = len(num_tokens) - len(self.path_rows), sum(num_tokens.values())
+        self.num_tokens = sum(num_tokens.values())
         self.decodes_only = bool(num_tokens) and all(
             count == 1 + len(self.draft(request_id).ids) for request_id, count in num_tokens.items()
         )
@@ -187,9 +183,6 @@ class Round:
         recorder: with a drafter that learns.
         """
         self.requests: dict[str, Request] = {}
-        self.steps: deque[Step] = deque()
-        """The steps being timed: the last one, and the one before it until it is committed."""
-
         self.deployment = deployment
         self.statistics = RoundStatistics()
         self._choose = choose
@@ -201,6 +194,9 @@ class Round:
         self._picture_requests = 0
         self._chains: Counter[str] = Counter()
         """Requests that verify one path where others verify several, by the reason."""
+
+        self._timed: Step | None = None
+        """The last step that began. Its duration ends when the next one begins."""
 
         self._clock = clock
         self._tracer = tracer
@@ -218,7 +214,7 @@ class Round:
     def begin(self, step: Step) -> None:
         """Tells the drafter before the forward pass which requests have come and gone.
 
-        Also closes the books on the time of the step before. A step without tokens only says who is finished.
+        Also records the duration of the step before. A step without tokens only says who is finished.
         """
         if step.num_tokens:
             self._keep_time(step)
@@ -232,7 +228,7 @@ class Round:
             self._pause(request_id)
             self._follow(self.requests[request_id])
         for request_id, draft in step.drafts.items():
-            if draft.ids[0] != UNUSABLE:  # else they are not known before `settle`
+            if draft.ids[0] != PLACEHOLDER_TOKEN_ID:  # else they are not known before `insert_drafts`
                 self._attach_q(self.requests[request_id], draft)
         # A step that was scheduled ahead begins while the answers to the commit before it are on their way.
         self._drafter.check_link(at_boundary=not self._drafter.is_awaited())
@@ -240,7 +236,7 @@ class Round:
         self._drafter.flush()
         if not self.requests:
             # The idle time until the next request belongs to no round.
-            self.steps.clear()
+            self._timed = None
             if self._tracer is not None:
                 self._tracer.waited(0.0)
 
@@ -263,7 +259,6 @@ class Round:
             committed: for each request the accepted drafts and the next token; nothing where a prompt is not done.
                 Requests that were aborted since are ignored.
         """
-        step.is_committed = True
         going_on: list[Request] = []
         for request_id, token_ids in committed.items():
             request, drafted = self.requests.get(request_id), step.num_drafts(request_id)
@@ -295,7 +290,7 @@ class Round:
                 k = min(wanted.k, request.max_drafts)
                 self._wanted[k] += 1
                 k_miss, token_ids = min(wanted.k_miss, k), committed[request.request_id]
-                # A tree is drafted when its round is known, so it comes only to who waits.
+                # A tree is drafted after the commit, never ahead, so it needs a request that waits on a miss.
                 num_paths = request.num_paths if trees and k_miss else 1
                 prefetched = self._drafter.commit(request, token_ids, k, k_miss, num_paths)
                 if prefetched is not None:
@@ -306,8 +301,8 @@ class Round:
     def take_drafts(self, step: Step, request_ids: Sequence[str]) -> list[list[int]]:
         """Waits for the answers to the last commits, no longer than the round's deadline, and adds the wait to `step`.
 
-        After a round whose answer was late it does not wait until the drafter is heard from again. Returns one list for
-        each request; drafts of a request that then sits a step out are handed out again.
+        After a late round, later rounds do not wait for proposals at all until a message from the drafter arrives.
+        Returns one list for each request; drafts of a request that then sits a step out are handed out again.
         """
         started = self._clock()
         self._send_training_samples()
@@ -339,11 +334,11 @@ class Round:
             self._tracer.waited(waited_s)
         return [self._proposed(request_id).ids for request_id in request_ids]
 
-    def settle(self, step: Step, request_ids: Sequence[str], slots: Sequence[int]) -> list[list[int] | None]:
-        """Waits for the drafts of a step that was scheduled while the one before it ran, and makes them the step's.
+    def insert_drafts(self, step: Step, request_ids: Sequence[str], slots: Sequence[int]) -> list[list[int] | None]:
+        """Waits for proposals and replaces the step's placeholder draft tokens.
 
-        Returns the ids for each request, no more than it has slots; None for a request that has ended, for which there
-        is nothing to do.
+        The step was scheduled while the one before it ran. Returns the ids for each request, no more than it has slots;
+        None for a request that has ended, for which there is nothing to do.
         """
         self.take_drafts(step, request_ids)
         if self._tracer is not None:
@@ -371,7 +366,7 @@ class Round:
         if not request.sampling.mode.samples_q:
             return
         if request.proposal is None or len(draft.ids) > len(request.proposal.token_ids):
-            draft.ids[:] = [UNUSABLE] * len(draft.ids)
+            draft.ids[:] = [PLACEHOLDER_TOKEN_ID] * len(draft.ids)
         else:
             draft.q = request.proposal.q
 
@@ -416,7 +411,7 @@ class Round:
         """Forgets the rounds of the warm-up."""
         self.statistics = RoundStatistics()
         self._deadline.reset()
-        self.steps.clear()
+        self._timed = None
 
     def status(self) -> dict[str, Any]:
         """Returns the status in plain values.
@@ -468,7 +463,6 @@ class Round:
             arrival.request_id,
             arrival.params,
             token_ids,
-            arrival.num_prompt_tokens,
             self.deployment,
             arrival.adapter,
             shows_pictures=has_pictures,
@@ -539,13 +533,9 @@ class Round:
         step.started_s = self._clock()
         if self._tracer is not None:
             self._tracer.step_starts()
-        self.steps.append(step)
-        while len(self.steps) > 2 or (len(self.steps) > 1 and self.steps[0].is_committed):
-            done = self.steps.popleft()
-            if not done.num_tokens:  # scheduled ahead for requests that had ended
-                continue
-            period_s = self.steps[0].started_s - done.started_s
+        done, self._timed = self._timed, step
+        if done is not None and done.decodes_only:
+            period_s = step.started_s - done.started_s
             self.statistics.add_times(period_s, done.target_s, done.draft_work_us / 1e6, done.wait_s)
-            if done.decodes_only:
-                self._deadline.observe_step(period_s - done.wait_s)
-                self._lengths.observe_step(done.num_requests, done.num_tokens, period_s - done.wait_s)
+            self._deadline.observe_step(period_s - done.wait_s)
+            self._lengths.observe_step(done.num_tokens, period_s - done.wait_s)

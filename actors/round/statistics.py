@@ -33,18 +33,18 @@ class RoundStatistics:
     """Rounds that decoded plainly because their proposals came after the deadline."""
 
     proposals: int = 0
-    """Messages with drafts, for an outcome that was known or assumed, see `foreseen`."""
+    """Proposals with drafts that arrived, prefetched ones included."""
 
     proposal_bytes: int = 0
     """Bytes of the frames that carried proposals, headers included."""
 
     main_line_hits: int = 0
-    """Commits whose outcome had been drafted for ahead, all drafts accepted and the bonus token guessed."""
+    """Commits whose outcome the main line had: all drafts accepted, and the bonus token guessed."""
 
     side_branch_hits: int = 0
     misses: int = 0
     foreseen: int = 0
-    """Hits whose drafts had arrived before their round's outcome: nobody was asked."""
+    """Hits whose drafts came by a prefetched proposal, so that the drafter was not asked."""
 
     path_rounds: int = 0
     """Rounds that verified further paths beside the main line."""

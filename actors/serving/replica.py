@@ -307,7 +307,7 @@ class RoutingStats:
     """Collects what a target replica reports to the routers every couple of seconds.
 
     load: ``running`` and ``waiting`` requests. kv_cache_tokens: capacity of the KV cache. link_is_up: asks the
-    engine's rank 0; None without a drafter. check_health: raises when the engine is dead.
+    Verifier; None without a drafter. check_health: raises when the engine is dead.
     """
 
     def __init__(
@@ -354,6 +354,6 @@ def _import_engine() -> None:
 
 
 async def _call_verifier(engine: TargetEngine, method: str) -> dict[str, Any]:
-    """Returns the reply of the rank that has one: rank 0 of the last stage."""
+    """Returns the reply of the Verifier, the only rank that has one."""
     replies = await engine.call_ranks(method)
     return next(reply for reply in replies if reply is not None)

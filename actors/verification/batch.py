@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.actors.verification.constraints import Constraints, known_of
+from outrider.actors.verification.constraints import Constraints, summary_of
 from outrider.actors.verification.transfer import to_device
 from outrider.cluster.link.messages import Q_SUM_TOLERANCE
 from outrider.cluster.modes import Mode
@@ -55,11 +55,10 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """Describes consecutive rows and requests that have the same mode, by slices into both."""
+    """Describes consecutive rows that have the same mode."""
 
     mode: Mode
     rows: slice
-    requests: slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +115,7 @@ class VerificationBatch:
         index = np.arange(requests)
         first_draft = num_drafts.cumsum() - num_drafts
         row_request = index.repeat(num_drafts + 1)
-        limits, known = _constraints(sampling, vocab_size)
+        limits, summary = _constraints(sampling, vocab_size)
         arrays = [num_drafts, first_draft + index, first_draft, row_request]
         arrays += [sampling.mode, sampling.seed, sampling.position]
         arrays += [limit[row_request] for limit in limits]
@@ -135,7 +134,7 @@ class VerificationBatch:
             mode=parts[4],
             seed=parts[5],
             position=parts[6],
-            constraints=Constraints(parts[7], parts[8], parts[9], parts[10], *known),
+            constraints=Constraints(parts[7], parts[8], parts[9], parts[10], *summary),
             groups=_groups(sampling.mode, num_drafts),
         )
 
@@ -148,13 +147,11 @@ class VerificationBatch:
 class VerificationResult:
     """Holds the committed tokens of one step.
 
-    token_ids: int32 [B, K + 1], the committed tokens of each request, then -1.
-    accepted_len: int64 [B], how many of them are drafts: accepted_len + 1 are committed, or none with BAD_LOGITS.
+    token_ids: int32 [B, K + 1], the committed tokens of each request (none with BAD_LOGITS), then -1.
     status: int64 [B], `Status` bits.
     """
 
     token_ids: Tensor
-    accepted_len: Tensor
     status: Tensor
 
 
@@ -192,7 +189,7 @@ def _constraints(s: Sampling, vocab_size: int) -> tuple[list[NDArray[Any]], tupl
         one, zero = np.float32(1), np.float32(0)
         top_p, min_p = np.where(greedy, one, top_p), np.where(greedy, zero, min_p)
         temperature = np.where(greedy, one, temperature)
-    return [temperature, top_k, top_p, min_p], known_of(top_k, top_p, min_p)
+    return [temperature, top_k, top_p, min_p], summary_of(top_k, top_p, min_p)
 
 
 def _groups(mode: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> tuple[RowGroup, ...]:
@@ -203,6 +200,6 @@ def _groups(mode: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> tuple[Row
     starts = [0, *((mode[1:] != mode[:-1]).nonzero()[0] + 1).tolist(), requests]
     ends = (num_drafts + 1).cumsum().tolist()
     return tuple(
-        RowGroup(Mode(int(mode[start])), slice(ends[start - 1] if start else 0, ends[stop - 1]), slice(start, stop))
+        RowGroup(Mode(int(mode[start])), slice(ends[start - 1] if start else 0, ends[stop - 1]))
         for start, stop in itertools.pairwise(starts)
     )

@@ -14,11 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.actors.verification.search import CHUNK_ELEMENTS
+
 PREFIX = 1024
 """Tokens that a CPU orders first. They hold top_p in most rows, and ordering all would take 14 times as long."""
-
-CHUNK_ELEMENTS = 1 << 19
-"""Logits that a CPU works on at once, so that intermediate values stay in cache."""
 
 GPU_CHUNK_ELEMENTS = 1 << 25
 """Logits that a GPU works on at once: 128 MiB of weights, whatever the batch."""
@@ -54,7 +53,7 @@ class Constraints:
         return replace(self, **values)
 
 
-def known_of(top_k: NDArray[Any], top_p: NDArray[Any], min_p: NDArray[Any]) -> tuple[int, bool, bool, bool]:
+def summary_of(top_k: NDArray[Any], top_p: NDArray[Any], min_p: NDArray[Any]) -> tuple[int, bool, bool, bool]:
     """Returns the summary of all rows that `Constraints` holds, in its order."""
     max_top_k = int(top_k.max(initial=0))
     return max_top_k, max_top_k > 0 and bool((top_k > 0).all()), bool((top_p < 1).any()), bool((min_p > 0).any())

@@ -23,10 +23,7 @@ from outrider.actors.verification.noise import (
     gumbel,
     leading_bytes,
 )
-from outrider.actors.verification.search import TokenSubset, at_least, search_maxima
-
-CHUNK_ELEMENTS = 1 << 19
-"""Logits that are worked on at once, so that intermediate values stay in cache."""
+from outrider.actors.verification.search import CHUNK_ELEMENTS, TokenSubset, at_least, search_maxima
 
 FEW_TOKENS = 256
 """Up to so many tokens in a row, the exact noise of all of them is cheaper than ruling any out."""
@@ -48,7 +45,8 @@ def coupled_ranking(
 
     The ids are int64 [R, count], the logits float32 [R, count]; the first token is the one chosen. Only tokens at or
     above the threshold count. Among equals the lowest id is first. Where no token is left, an id is -1 (except in the
-    first column) and its logit minus infinity. A row does not depend on the other rows. All tensors are on the CPU.
+    first column) and its logit minus infinity. A row does not depend on the other rows. Tensors of a device without a
+    kernel of its own are copied to the CPU and back.
 
     Args:
         logits: float32 [R, V].
@@ -59,10 +57,14 @@ def coupled_ranking(
         maxima: the result of `search_maxima`, if the caller has it.
         subset: the tokens of the columns, if not all.
     """
-    rows, vocab_size = logits.shape
-    floor = torch.full_like(row_max, -math.inf) if threshold is None else threshold
-    if maxima is None:
-        maxima = search_maxima(logits)
+    (rows, vocab_size), device = logits.shape, logits.device
+    if device.type != "cpu":
+        logits, temperature, row_max, seed, position = (
+            part.cpu() for part in (logits, temperature, row_max, seed, position)
+        )
+        subset = None if subset is None else TokenSubset(subset.ids.cpu())
+    floor = torch.full_like(row_max, -math.inf) if threshold is None else threshold.cpu()
+    maxima = search_maxima(logits) if maxima is None else maxima.cpu()
     every = few_tokens or vocab_size <= FEW_TOKENS or maxima.shape[1] < count
     step = max(rows, 1)
     if not every:
@@ -78,7 +80,7 @@ def coupled_ranking(
         else:
             row, column, byte = _within_reach(z, t, floor[part], row_max[part], maxima[part], *noise, subset, count)
         _rank(z.numpy(), t.numpy(), row, column, byte, *noise, subset, tokens[part], values[part])
-    return torch.from_numpy(tokens), torch.from_numpy(values)
+    return torch.from_numpy(tokens).to(device), torch.from_numpy(values).to(device)
 
 
 def _within_reach(

@@ -53,8 +53,15 @@ def sample_drafts(
         threshold = thresholds(logits, row_max, constraints) if constraints.any else None
         if mode is Mode.COUPLED:
             return _coupled(logits, temperature, threshold, row_max, maxima, seed, position, subset, alternatives)
-    noise = (seed, position, round_start)
-    return truncated(logits, temperature, threshold, *noise, n, maxima, subset, alternatives)
+    values, q_ids = top_n(logits, n, maxima)
+    if subset is not None:
+        q_ids = subset.ids[q_ids]
+    choice = draft_choice
+    if logits.device.type == "cuda":
+        from outrider.actors.verification import triton_draws
+
+        choice = triton_draws.draft_choice
+    return choice(values, q_ids, temperature, threshold, seed, position, round_start, alternatives)
 
 
 def _coupled(
@@ -112,31 +119,3 @@ def _triton_ranking(
         values.append(torch.where(left, value, -math.inf))
         logits = logits.masked_fill(hit, -math.inf)
     return torch.stack(tokens, dim=1), torch.stack(values, dim=1)
-
-
-def truncated(
-    logits: Tensor,
-    temperature: Tensor,
-    threshold: Tensor | None,
-    seed: Tensor,
-    position: Tensor,
-    round_start: Tensor,
-    n: int,
-    maxima: Tensor | None = None,
-    subset: TokenSubset | None = None,
-    alternatives: int = 0,
-) -> DraftSample:
-    """Draws from the n likeliest tokens, renormalised.
-
-    Shapes as in `sample_drafts`; temperature, threshold: float32 [M]; maxima: the result of `search_maxima`, if the
-    caller has it.
-    """
-    values, q_ids = top_n(logits, n, maxima)
-    if subset is not None:
-        q_ids = subset.ids[q_ids]
-    choice = draft_choice
-    if logits.device.type == "cuda":
-        from outrider.actors.verification import triton_draws
-
-        choice = triton_draws.draft_choice
-    return choice(values, q_ids, temperature, threshold, seed, position, round_start, alternatives)

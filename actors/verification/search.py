@@ -18,6 +18,9 @@ from outrider.cluster.link.messages import TAUGHT_TOP
 TILE = 1024
 """Tokens in a tile whose mass is summed, the unit of a draw by inversion."""
 
+CHUNK_ELEMENTS = 1 << 19
+"""Logits that a CPU works on at once, so that intermediate values stay in cache."""
+
 SEARCH_TILE = 128
 """Tokens in a tile when looking for a few large logits."""
 

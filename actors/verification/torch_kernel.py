@@ -28,12 +28,11 @@ from outrider.actors.verification.batch import (
 from outrider.actors.verification.constraints import thresholds
 from outrider.actors.verification.coupled import FEW_TOKENS, coupled_ranking
 from outrider.actors.verification.noise import Role, to_uniform, to_uniform64, words
-from outrider.actors.verification.search import argmax, search_maxima, tile_size
+from outrider.actors.verification.search import CHUNK_ELEMENTS, argmax, search_maxima, tile_size
 from outrider.cluster.modes import Mode
 
-CHOOSES = (Mode.GREEDY, Mode.COUPLED)
-CHUNK_ELEMENTS = 1 << 19
-"""Logits that are worked on at once, so that their exponentials stay in cache."""
+EXACT_MATCH_MODES = (Mode.GREEDY, Mode.COUPLED)
+"""Modes that accept a draft where it is the token that the target chooses."""
 
 
 def verify(batch: VerificationBatch) -> VerificationResult:
@@ -69,7 +68,6 @@ def verify(batch: VerificationBatch) -> VerificationResult:
     bad_logits = bad_logits.squeeze(1)
     return VerificationResult(
         token_ids=tokens.masked_fill_(absent, -1).to(torch.int32),
-        accepted_len=length.squeeze(1).masked_fill(bad_logits, 0),
         status=bad_proposal * int(Status.BAD_PROPOSAL) + bad_logits * int(Status.BAD_LOGITS),
     )
 
@@ -225,12 +223,12 @@ def scan(batch: VerificationBatch) -> RowScan:
     logits, constraints = batch.logits, batch.constraints
     rows, vocab_size = logits.shape
     # One pass gives the maxima of tiles, where a mode looks for single tokens, and of rows. NaN wins.
-    maxima = search_maxima(logits) if any(group.mode in CHOOSES for group in batch.groups) else None
+    maxima = search_maxima(logits) if any(group.mode in EXACT_MATCH_MODES for group in batch.groups) else None
     row_max = (logits if maxima is None else maxima).amax(-1)
     threshold = thresholds(logits, row_max, constraints) if constraints.any else None
     choices: list[Tensor] = []
     tile_mass: Tensor | None = None
-    if any(group.mode not in CHOOSES for group in batch.groups):
+    if any(group.mode not in EXACT_MATCH_MODES for group in batch.groups):
         tile = tile_size(vocab_size)
         tile_mass = torch.zeros(rows, -(-vocab_size // tile), device=logits.device)
     for group in batch.groups:

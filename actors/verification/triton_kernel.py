@@ -14,7 +14,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from outrider.actors.verification.batch import Status, VerificationBatch, VerificationResult
 from outrider.actors.verification.constraints import thresholds
-from outrider.actors.verification.noise import Role
+from outrider.actors.verification.noise import MAX_BELOW_ZERO, MAX_GUMBEL, Role
 from outrider.actors.verification.search import TILE
 from outrider.cluster.link.messages import Q_SUM_TOLERANCE
 from outrider.cluster.modes import Mode
@@ -189,6 +189,7 @@ def invert(weights, otherwise, u, index):
 
 
 NO_SCORE = tl.constexpr(-float("inf"))
+LARGEST, LEAST = tl.constexpr(MAX_GUMBEL), tl.constexpr(-MAX_BELOW_ZERO)
 
 
 @triton.jit
@@ -233,9 +234,9 @@ def scan(
             else:
                 leading = leading_bytes(seed, position, start, TILE)
             # The leading byte alone bounds g; 1e-3 allows for rounding.
-            upper = scaled + tl.where(leading == 0, 22.88, _bound(tl.maximum(leading, 1)) + 1e-3)
+            upper = scaled + tl.where(leading == 0, LARGEST, _bound(tl.maximum(leading, 1)) + 1e-3)
             upper = tl.where(scaled > NO_SCORE, upper, NO_SCORE)
-            lower = scaled + tl.where(leading == 255, -3.14, _bound(tl.minimum(leading, 254) + 1) - 1e-3)
+            lower = scaled + tl.where(leading == 255, LEAST, _bound(tl.minimum(leading, 254) + 1) - 1e-3)
             worth = tl.max(lower, axis=0)
             best = tl.max(tl.full([1], float("-inf"), tl.float32), axis=0)
             token = tl.max(tl.full([1], 0, tl.int32), axis=0)
@@ -274,7 +275,7 @@ TOLERANCE = tl.constexpr(Q_SUM_TOLERANCE)
 def decide(
     logits, vocab_size, temperature_R, threshold_R, mode_B, seed_B, position_B, num_drafts_B, first_row_B,
     first_draft_B, draft_ids, q_ids, q_probs, n, tile_max, tile_value, tile_token, tiles,
-    token_ids, accepted_len_B, status_B, K,
+    token_ids, status_B, K,
     HAS_THRESHOLD: tl.constexpr, HAS_Q: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Decides which tokens of one request are committed; one program for each."""
@@ -368,7 +369,6 @@ def decide(
             token = tl.load(draft_ids + first_draft + j)
         tl.store(token_ids + request * (K + 1) + j, token.to(tl.int32))
         j += 1
-    tl.store(accepted_len_B + request, tl.maximum(length, 0))
     tl.store(status_B + request, status)
 
 
@@ -416,7 +416,6 @@ def verify(batch: VerificationBatch) -> VerificationResult:
         )  # fmt: skip
     result = VerificationResult(
         token_ids=torch.empty(requests, K + 1, dtype=torch.int32, device=device),
-        accepted_len=torch.empty(requests, dtype=torch.int64, device=device),
         status=torch.empty(requests, dtype=torch.int64, device=device),
     )
     if requests:
@@ -424,7 +423,7 @@ def verify(batch: VerificationBatch) -> VerificationResult:
         decide[(requests,)](
             logits, vocab_size, temperature, threshold, batch.mode, batch.seed, batch.position, batch.num_drafts,
             batch.first_row, batch.first_draft, batch.draft_ids, batch.q_ids, batch.q_probs, n, tile_max, tile_value,
-            tile_token, tiles, result.token_ids, result.accepted_len, result.status, K,
+            tile_token, tiles, result.token_ids, result.status, K,
             HAS_THRESHOLD=threshold is not None, HAS_Q=batch.q_ids is not None, TILE=TILE,
             TILES=triton.next_power_of_2(tiles), N=triton.next_power_of_2(n),
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Schedules a step while the one before it runs, and corrects it on each rank when it begins.
 
 vLLM's asynchronous scheduler counts what it does not know yet at its most: every draft accepted, every request with as
-many drafts as it may have. When a rank begins the step it knows the outcome of the step before, and rank 0 knows the
+many drafts as it may have. When a rank begins the step it knows the outcome of the step before, and the Verifier the
 drafts. So the step that runs has the right positions, no more rows than there are drafts, and no request that has
 ended. vLLM's runner gets what it would get with synchronous scheduling; the scheduler hears afterwards how much less
 there was (`AsyncDraftScheduler.update_from_output`).
@@ -15,16 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 
-from outrider.actors.round.request import carried
+from outrider.actors.round.request import PLACEHOLDER_TOKEN_ID, carried
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 else:
     AsyncScheduler = object
-
-UNKNOWN = -1
-"""Stands in place of a draft's id until a rank knows it."""
 
 
 class AsyncDraftVllmConfig(VllmConfig):
@@ -49,7 +46,7 @@ class AsyncDraftScheduler(AsyncScheduler):
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[request_id]
             if request.spec_token_ids:
-                request.spec_token_ids = [UNKNOWN] * min(room, self._most_drafts(request))
+                request.spec_token_ids = [PLACEHOLDER_TOKEN_ID] * min(room, self._most_drafts(request))
 
     def _most_drafts(self, request: Any) -> int:
         params = request.sampling_params

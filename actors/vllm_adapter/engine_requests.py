@@ -84,7 +84,7 @@ def sampling_params(
 
 
 def _round_options(request: GenerationRequest) -> dict[str, Any]:
-    """Returns the options for rank 0, which go there in SamplingParams.extra_args."""
+    """Returns the options for the Verifier, which go there in SamplingParams.extra_args."""
     ours: dict[str, Any] = {}
     limit = request.num_speculative_tokens if request.speculation else 0
     if limit is not None:

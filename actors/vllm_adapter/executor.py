@@ -1,13 +1,14 @@
 """Runs vLLM's ranks as Ray actors on the bundles, cores and actor names of a RankPlacement.
 
-It differs from vLLM's ``RayExecutorV2`` in five ways:
+It differs from vLLM's ``RayExecutorV2``:
 
 - It connects to a given cluster and namespace and uses the placement group it is given. vLLM's insists on a Ray device
   key, which the CPU platform lacks.
-- It names and places each rank.
+- It names and places each rank, and sets the placement's environment variables.
 - It binds a CPU rank's threads to the rank's cores before torch starts any.
 - Its ranks rendezvous at a store that listens on one address only.
-- It asks for drafts together with the step that they follow.
+- It asks for drafts together with the step that they follow, or samples in the call that starts the step.
+- On a CPU its processes sleep early while they wait for messages.
 """
 
 from __future__ import annotations
@@ -122,9 +123,9 @@ class RayRanksExecutor(RayExecutorV2):
         return super().take_draft_token_ids() if drafts is None else drafts.result()
 
     def _ask_for_drafts(self) -> None:
-        """Asks rank 0 for drafts before the step's output is processed, which is when vLLM would ask.
+        """Asks the Verifier for drafts before the step's output is processed, which is when vLLM would ask.
 
-        Rank 0 then waits for the drafter meanwhile, and need not be woken once more.
+        It then waits for the drafter meanwhile, and need not be woken once more.
         """
         if self._asks_for_drafts_early:
             self._drafts = self.collective_rpc(

@@ -6,7 +6,7 @@ holds the last committed token is copied, and the ones after it are new, all fro
 know. When a path has the most accepted drafts, its tokens become the request's, and its blocks are copied back. So
 neither the attention kernels nor the engine core know of trees.
 
-Every rank does the same in the same order, by the paths and the choices that rank 0 broadcasts.
+Every rank does the same in the same order, by the paths and the choices that the Verifier broadcasts.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 
 from outrider.actors.drafter.hidden_state_drafter import HiddenStateDrafter
 from outrider.actors.observability.logs import about
-from outrider.actors.round.request import Draft
-from outrider.actors.round.round import UNUSABLE, Arrival, Round, Step
+from outrider.actors.round.request import PLACEHOLDER_TOKEN_ID, Draft
+from outrider.actors.round.round import Arrival, Round, Step
 from outrider.actors.verification.batch import Status
 from outrider.actors.verification.transfer import in_one_read
 from outrider.actors.vllm_adapter import async_drafts, pipeline_stages
@@ -67,7 +67,7 @@ class RoundRunner:
         """The statuses of a step that overlaps with the next one, on their way to the host."""
 
         self._path_rows: PathRows | None = None
-        self._step = Step(0, 0, 0, False, {})
+        self._step = Step(0, 0, False, {})
         self._status: list[int] | None = None
         self._slots: dict[str, int] = {}
         """How many drafts each request has room for, where the step was scheduled ahead."""
@@ -79,7 +79,8 @@ class RoundRunner:
             self._path_rows.remove(scheduler_output)
         if not self._runs_ahead:
             # vLLM gives a waiting request that needs one token room for drafts that were never proposed.
-            step.allowed = {request_id: 0 for request_id, draft in step.drafts.items() if draft.ids[0] == UNUSABLE}
+            unproposed = [each for each, draft in step.drafts.items() if draft.ids[0] == PLACEHOLDER_TOKEN_ID]
+            step.allowed = dict.fromkeys(unproposed, 0)
         if self.round is not None:
             self.round.begin(step)
         if self._runs_ahead and step.num_tokens:
@@ -166,9 +167,9 @@ class RoundRunner:
                 0 if masked and self.round.is_structured(request_id) else self._slots.get(request_id, 0)
                 for request_id in request_ids
             ]
-            chosen = self.round.settle(step, request_ids, room)  # and the drafts are the step's, with their q
+            chosen = self.round.insert_drafts(step, request_ids, room)  # and the drafts are the step's, with their q
         group = get_tp_group()
-        if group.world_size > 1:  # rank 0's, over shared memory where the ranks share a node
+        if group.world_size > 1:  # the Verifier's, over shared memory where the ranks share a node
             chosen, step.paths = group.broadcast_object((chosen, step.paths))
         drafts = dict(zip(request_ids, chosen, strict=True))
         if self.round is None:
@@ -192,12 +193,12 @@ class RoundRunner:
         return {row_id: list(draft.ids) for row_id, draft in drafts if row_id not in self._step.path_rows}
 
     def _mark_disallowed(self, grammar_output: Any) -> None:
-        """Replaces drafts that a grammar refuses by UNUSABLE: they keep their rows, and have no masks."""
+        """Replaces drafts that a grammar refuses by placeholders: they keep their rows, and have no masks."""
         allowed = grammar_output.num_acceptable_drafts or [0] * len(grammar_output.structured_output_request_ids)
         for request_id, count in zip(grammar_output.structured_output_request_ids, allowed, strict=True):
             ids = self._step.draft(request_id).ids
             if len(ids) > count:
-                ids[count:] = [UNUSABLE] * (len(ids) - count)
+                ids[count:] = [PLACEHOLDER_TOKEN_ID] * (len(ids) - count)
                 self._step.allowed[request_id] = count
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:

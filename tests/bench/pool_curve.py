@@ -173,7 +173,7 @@ class Target:
 
     def _commit(self, num_tokens: int) -> None:
         requests = list(self.requests.values())
-        self._lengths.observe_step(len(requests), num_tokens, self._step_s)
+        self._lengths.observe_step(num_tokens, self._step_s)
         rows = [[request.sequence.text[-1], *request.drafts] for request in requests]
         ends = [request.sequence.committed_len for request in requests]
         ids = torch.tensor([token for row in rows for token in row])

@@ -54,7 +54,7 @@ def test_a_drafter_that_never_answers_is_found_out():
     for step in range(1200):
         wait_s = 1.0 if controller.choose([request])[0].k else 0.0
         controller.observe_answer(request, DraftOrigin.NONE, 0, 0.0, wait_s)
-        controller.observe_step(1, 1, 0.025)
+        controller.observe_step(1, 0.025)
         if step >= 200:
             waited_s += wait_s
             plain_s += 0.025
@@ -114,7 +114,7 @@ def test_two_drafts_are_asked_for_until_a_step_and_an_answer_have_been_measured(
     controller = LengthController(8)
     request = controller.track(8)
     assert controller.choose([request]) == [Lengths(2, 0)]
-    controller.observe_step(1, 3, 0.025)
+    controller.observe_step(3, 0.025)
     assert controller.choose([request]) == [Lengths(2, 0)]
 
 
@@ -131,7 +131,7 @@ def test_a_request_never_gets_more_than_it_may_have():
             assert lengths.k_miss <= lengths.k
             controller.observe_answer(request, DraftOrigin.MAIN_LINE, lengths.k, 0.0001, 0.0)
             controller.observe_round(request, lengths.k, lengths.k)
-        controller.observe_step(5, 5 + sum(lengths.k for lengths in chosen), 0.025)
+        controller.observe_step(5 + sum(lengths.k for lengths in chosen), 0.025)
     assert (short.k, long.k) == (1, 8)
 
 
@@ -156,7 +156,7 @@ def test_a_request_that_sat_a_round_out_was_not_drafted_ahead_for():
 @pytest.mark.parametrize("step_s", [0.0, -1.0])
 def test_a_step_without_duration_is_ignored(step_s):
     controller = LengthController(4)
-    controller.observe_step(1, 1, step_s)
+    controller.observe_step(1, step_s)
     assert controller.snapshot()["step_fixed_ms"] == 0
 
 

@@ -79,7 +79,7 @@ class VirtualRounds:
         self.chosen: Sequence[Lengths] = []
         self._max_tokens, self._lifetime = max_tokens, lifetime
         self._random = np.random.default_rng(seed)
-        self._load: tuple[int, int, float] | None = None
+        self._load: tuple[int, float] | None = None
         self._drafts = np.zeros(batch, int)  # what the target verifies next
         self._wanted = np.zeros(batch, int)
         self._left = np.zeros(batch, int)
@@ -101,7 +101,7 @@ class VirtualRounds:
         step_s = pair.step_s(scheduled) * np.exp(self._random.normal(0.0, pair.noise)) + pair.host_s
         if self._load is not None:
             self.controller.observe_step(*self._load)
-        self._load = self.batch, scheduled, step_s
+        self._load = scheduled, step_s
         accepted, lines, origins = self._commit(int(step_s / self.draft_step_s + self._random.random()))
         self._renew(accepted + 1)
         self.chosen = self.controller.choose(self.estimates)

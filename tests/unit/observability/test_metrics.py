@@ -48,7 +48,7 @@ LINK_STATUS = {
 
 
 def rank_0():
-    """Rounds with a bit of everything, as rank 0 reports them."""
+    """Rounds with a bit of everything, as the Verifier reports them."""
     engine = Engine(lengths=LengthController(4))
     engine.begin("a", "b")
     engine.round.reset_statistics()
@@ -59,7 +59,7 @@ def rank_0():
     return {"rounds": engine.round.metrics(), "link": LINK_STATUS}
 
 
-def replica(ask_rank_0=None, ask_drafter=None, clock=lambda: 0.0, registry=None, **options):
+def replica(ask_verifier=None, ask_drafter=None, clock=lambda: 0.0, registry=None, **options):
     async def drafter():
         return DRAFTER_STATUS
 
@@ -68,7 +68,7 @@ def replica(ask_rank_0=None, ask_drafter=None, clock=lambda: 0.0, registry=None,
 
     registry = registry or CollectorRegistry()
     return ReplicaMetrics(
-        "m", ask_rank_0 or verifier, ask_drafter or drafter, registry=registry, clock=clock, **options
+        "m", ask_verifier or verifier, ask_drafter or drafter, registry=registry, clock=clock, **options
     )
 
 
@@ -104,7 +104,7 @@ async def test_all_that_is_reported_is_exported():
     assert all(family.documentation.endswith(".") for family in families.values())
 
 
-async def test_scrapes_of_one_moment_ask_rank_0_once_and_do_not_wait_for_a_busy_engine():
+async def test_scrapes_of_one_moment_ask_the_verifier_once_and_do_not_wait_for_a_busy_engine():
     asked, now, free = [], 0.0, asyncio.Event()
     free.set()
 

@@ -175,13 +175,13 @@ class Engine:
         num_tokens = num_requests + sum(map(len, drafts.values()))
         drafts = {request_id: Draft(list(ids)) for request_id, ids in drafts.items()}
         arrived = [each if isinstance(each, Arrival) else arrival(each) for each in arrived]
-        step = Step(self._number, num_requests, num_tokens, decodes_only, drafts, arrived, **events)
+        step = Step(self._number, num_tokens, decodes_only, drafts, arrived, **events)
         self.round.begin(step)
         return step
 
     def tell(self, **events):
         """A step without tokens."""
-        self.round.begin(Step(0, 0, 0, True, {}, **events))
+        self.round.begin(Step(0, 0, True, {}, **events))
 
     def commit(self, committed, drafts=None, **events):
         """Begins a step, and commits what it chose. Returns it."""

@@ -89,7 +89,7 @@ def test_for_any_other_outcome_the_drafter_is_asked(engine, wrong):
 def test_of_a_round_that_is_over_nothing_is_kept(engine):
     engine.link.arrive(ahead(engine), ahead(engine, 0, 5))
     outcome(engine)
-    assert engine["a"].ahead == {}
+    assert engine["a"].prefetched == {}
 
 
 def test_none_is_taken_where_no_drafts_are_wanted(engine):
@@ -112,16 +112,16 @@ def test_where_drafts_are_sampled_none_is_believed_without_its_q():
 def test_a_life_of_a_request_that_is_over_leaves_nothing_to_the_next(engine):
     engine.hear(ahead(engine))
     engine.tell(preempted=["a"])
-    assert engine["a"].ahead == {}
+    assert engine["a"].prefetched == {}
     engine.begin(resumed=["a"])
     engine.hear(ahead(engine))
     engine.drafter.close(engine["a"], CloseReason.ABORTED)
-    assert engine["a"].ahead == {}
+    assert engine["a"].prefetched == {}
 
 
 def test_a_drafter_cannot_fill_the_memory_with_them(engine):
     engine.hear(*(ahead(engine, 2, token) for token in range(5000)))
-    assert len(engine["a"].ahead) <= 128
+    assert len(engine["a"].prefetched) <= 128
 
 
 def test_one_of_a_handle_that_nobody_knows_is_no_stale_answer(engine):

@@ -182,7 +182,7 @@ def test_a_step_that_was_scheduled_ahead_changes_links_when_its_answers_are_in()
     home = engine.offer(drafting([3]))
     step = engine.begin()
     assert (borrowed.broken, home.sent) == (None, [])
-    assert engine.round.settle(step, ["a"], [4]) == [[1, 2]]
+    assert engine.round.insert_drafts(step, ["a"], [4]) == [[1, 2]]
     assert list(home.sent[0].token_ids) == [*PROMPT, 8, 9]
 
 
@@ -224,7 +224,7 @@ def test_what_was_measured_while_warming_up_is_forgotten():
 def test_a_round_waits_for_so_many_of_the_target_s_steps():
     """The engine's clock stands still but for waiting: a step is made to take 10 ms between two rounds."""
     engine = Engine(never_after_ready, round_deadline_ms=500.0, round_deadline_steps=2.0)
-    engine.begin("a")
+    engine.begin("a", decodes_only=False)
     waits = []
     for token in range(8, 14):
         engine.now += 0.010

@@ -24,7 +24,7 @@ def settled(engine, slots=4):
     opened(engine)
     engine.step({"a": [8]})
     step = engine.begin(drafts={"a": [-1] * 4})
-    engine.round.settle(step, ["a"], [slots])
+    engine.round.insert_drafts(step, ["a"], [slots])
     return step
 
 

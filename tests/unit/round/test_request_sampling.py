@@ -112,7 +112,7 @@ def test_a_top_p_too_small_for_float32_stays_above_zero():
 
 
 def made(**changes):
-    return Request.of("a", params(**changes), [1, 2], 2, DEPLOYMENT)
+    return Request.of("a", params(**changes), [1, 2], DEPLOYMENT)
 
 
 @pytest.mark.parametrize(("wanted", "most"), [(None, 4), (9, 4), (3, 3), (0, 0), (-1, 0)])
@@ -127,7 +127,7 @@ def test_a_request_that_forbids_its_own_verification_is_refused():
 
 def tenant(adapter, remembers_answers=True, **ours):
     deployment = replace(DEPLOYMENT, remembers_answers=remembers_answers)
-    request = Request.of("a", params(extra_args=asked(**ours)), [1, 2], 2, deployment, adapter)
+    request = Request.of("a", params(extra_args=asked(**ours)), [1, 2], deployment, adapter)
     return request.sampling.tenant
 
 
@@ -143,7 +143,7 @@ def test_answers_about_pictures_are_remembered_apart():
     deployment = replace(DEPLOYMENT, remembers_answers=True)
     told = [
         Request.of(
-            "a", params(extra_args=asked(tenant=whose)), [1, 2], 2, deployment, adapter, shows_pictures=shown
+            "a", params(extra_args=asked(tenant=whose)), [1, 2], deployment, adapter, shows_pictures=shown
         ).sampling.tenant
         for whose in (0, 7)
         for adapter in ("", "one")
@@ -157,13 +157,13 @@ def test_the_drafter_hears_of_adapters_that_it_has_itself():
     deployment = replace(DEPLOYMENT, draft_adapters={"one": 1, "two": 2})
 
     def told(adapter):
-        return Request.of("a", params(), [1, 2], 2, deployment, adapter).sampling.adapter
+        return Request.of("a", params(), [1, 2], deployment, adapter).sampling.adapter
 
     assert [told(adapter) for adapter in ("one", "two", "three", "")] == [1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("ours", [{}, {"tenant": 7}, {"learn": True}, {"learn": False}, {"learn": False, "tenant": 7}])
 def test_the_answer_of_who_is_not_learned_from_is_not_remembered(ours):
-    told = Request.of("a", params(extra_args=asked(**ours)), [1, 2], 2, DEPLOYMENT, "").sampling
+    told = Request.of("a", params(extra_args=asked(**ours)), [1, 2], DEPLOYMENT, "").sampling
     assert told.remembered is ours.get("learn", True)
     assert told.tenant == ours.get("tenant", 0), "it is drafted for as others are"

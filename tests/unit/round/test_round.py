@@ -50,7 +50,8 @@ def test_a_step_that_was_scheduled_ahead_gets_as_many_drafts_as_it_has_room_for(
     engine = Engine(drafting([1, 2, 3]))
     engine.begin("a", "b", "c", num_requests=3)
     engine.commit({"a": [8], "b": [8]})
-    assert engine.round.settle(engine.begin(num_requests=3), ["c", "b", "a"], [0, 2, 4]) == [[], [1, 2], [1, 2, 3]]
+    step = engine.begin(num_requests=3)
+    assert engine.round.insert_drafts(step, ["c", "b", "a"], [0, 2, 4]) == [[], [1, 2], [1, 2, 3]]
 
 
 def test_who_has_ended_is_told_from_who_drafts_nothing():
@@ -59,10 +60,10 @@ def test_who_has_ended_is_told_from_who_drafts_nothing():
     engine.begin("a", arrival("b", of=params(temperature=0.0, max_tokens=1)), num_requests=2)
     engine.commit({"a": [8], "b": [8]})
     step = engine.begin(num_requests=2)
-    assert engine.round.settle(step, ["a", "b"], [4, 4]) == [[], None]
+    assert engine.round.insert_drafts(step, ["a", "b"], [4, 4]) == [[], None]
     engine.tell(finished=["b"])
     engine.begin(arrival("b", of=params(temperature=0.0, max_tokens=1)))
-    assert engine.round.settle(step, ["b"], [0]) == [[]], "the same name, another request"
+    assert engine.round.insert_drafts(step, ["b"], [0]) == [[]], "the same name, another request"
 
 
 def test_a_prompt_with_pictures_is_drafted_for_as_the_text_it_is_to_the_drafter():
@@ -90,7 +91,7 @@ def test_a_prompt_in_chunks_commits_nothing_until_it_is_done():
     assert engine.step({"a": [8]}, decodes_only=False) == [[1]]
 
 
-# Two steps in flight.
+# What a step keeps to itself.
 
 
 def drawn(*drafts):
@@ -98,19 +99,19 @@ def drawn(*drafts):
     return SparseQ(ids, np.full(ids.shape, 0.5, dtype=np.float32))
 
 
-def test_a_step_begun_before_the_last_one_s_commit_keeps_its_own_drafts_and_q():
+def test_a_step_keeps_its_own_drafts_and_q():
     engine = Engine(silent)
     handle = opened(engine, of=params())
     engine.commit({"a": [8]})
     first_q, second_q = drawn(1, 2), drawn(3, 5)
     engine.hear(Proposals(handle, 4, [1, 2], q=first_q))
     first = engine.begin(drafts={"a": [-1] * 4})
-    assert engine.round.settle(first, ["a"], [4]) == [[1, 2]]
+    assert engine.round.insert_drafts(first, ["a"], [4]) == [[1, 2]]
     assert engine.choose(first, "a") == {"a": ([1, 2], first_q)}
     engine.round.commit(first, {"a": [1, 9]})
     second = engine.begin(drafts={"a": [-1] * 4})
     engine.link.arrive(Proposals(handle, 6, [3, 5], q=second_q))
-    assert engine.round.settle(second, ["a"], [1]) == [[3]]
+    assert engine.round.insert_drafts(second, ["a"], [1]) == [[3]]
     assert engine.choose(second, "a") == {"a": ([3], second_q)}
     engine.round.commit(second, {"a": [3, 4]})
     assert (first.drafts, first.width) == ({"a": Draft([1, 2], first_q)}, 3)
@@ -142,41 +143,40 @@ class Stepped(FixedLengths):
         super().__init__(4)
         self.seen = []
 
-    def observe_step(self, num_requests, num_tokens, step_s):
-        self.seen.append((num_requests, num_tokens, step_s))
+    def observe_step(self, num_tokens, step_s):
+        self.seen.append((num_tokens, step_s))
 
 
-def test_times_of_steps_in_flight_are_each_step_s_own():
+def test_times_are_each_step_s_own():
     engine = Engine(lengths=Stepped())
     engine.begin("a", decodes_only=False)
     engine.round.reset_statistics()
 
     first = engine.begin(num_requests=1)
-    engine.sleep(1.0)
-    second = engine.begin(num_requests=2)
-    assert engine.round.statistics.snapshot().get("median") is None, "the first is not committed"
     first.target_s, first.wait_s = 0.75, 0.25
     engine.round.commit(first, {"a": [8]})
-    engine.sleep(2.0)
+    engine.sleep(1.0)
+    second = engine.begin(num_requests=2)
     second.target_s = 1.5
     engine.round.commit(second, {"a": [8]})
+    engine.sleep(2.0)
     engine.begin(num_requests=3, decodes_only=False)
-    assert engine.lengths.seen == [(1, 1, 0.75), (2, 2, 2.0)]
+    assert engine.lengths.seen == [(1, 0.75), (2, 2.0)]
     sums = {part: histogram["sum"] for part, histogram in engine.round.metrics()["histograms"].items()}
     assert sums == {"period": 3.0, "target": 2.25, "draft": 0.0, "wait": 0.25}
-    assert len(engine.round.steps) == 1
 
 
 # Times.
 
 
-def test_a_step_with_prefill_teaches_no_step_cost():
+def test_a_step_with_prefill_is_in_no_times():
     engine = Engine(lengths=Stepped())
     engine.begin("a", decodes_only=False)
     for decodes_only in (False, True, True):
         engine.commit({"a": [1]}, decodes_only=decodes_only)
         engine.sleep(1.0)
-    assert engine.lengths.seen == [(1, 1, 1.0)]
+    assert engine.lengths.seen == [(1, 1.0)]
+    assert engine.round.metrics()["histograms"]["period"]["sum"] == 1.0
 
 
 def test_a_step_s_time_has_its_wait_for_drafts_and_its_cost_has_not():
@@ -186,7 +186,7 @@ def test_a_step_s_time_has_its_wait_for_drafts_and_its_cost_has_not():
     engine.step({"a": [8]})
     engine.sleep(0.25)
     engine.begin()
-    assert engine.lengths.seen == [(1, 1, 0.25)]
+    assert engine.lengths.seen == [(1, 0.25)]
     median = engine.round.status()["median"]
     assert (median["period_ms"], median["wait_ms"]) == (750.0, 500.0)
 
@@ -220,7 +220,7 @@ def test_a_controller_that_fails_ends_drafting_and_not_the_engine(fails, caplog)
         engine.begin(request_id)
         engine.step({request_id: [7]})
         engine.step({request_id: [1, 2, 3, 9]}, {request_id: [1, 2, 3]})
-        engine.round.settle(engine.begin(drafts={request_id: [-1] * 4}), [request_id], [4])
+        engine.round.insert_drafts(engine.begin(drafts={request_id: [-1] * 4}), [request_id], [4])
         engine.round.status()
         engine.round.work()
         engine.tell(finished=[request_id])
@@ -297,7 +297,7 @@ def test_what_was_learnt_of_a_request_outlives_its_preemption():
     engine.begin(preempted=["a"])
     engine.begin(resumed=["a"])
     assert engine["a"].estimate is estimate
-    assert (estimate.most, engine["plain"].estimate.most) == (4, 0)
+    assert (estimate.max_drafts, engine["plain"].estimate.max_drafts) == (4, 0)
 
 
 # Proposals that verification cannot use.
@@ -325,7 +325,7 @@ def test_who_has_no_next_token_has_no_next_step_either():
     engine.begin("a")
     engine.round.has_no_next_token("a")
     engine.commit({"a": []})
-    assert engine.round.settle(engine.begin(), ["a"], [4]) == [None]
+    assert engine.round.insert_drafts(engine.begin(), ["a"], [4]) == [None]
 
 
 def test_a_plain_round_counts_as_a_round_and_as_nothing_else():

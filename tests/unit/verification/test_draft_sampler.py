@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from outrider.actors.verification import torch_kernel
+from outrider.actors.verification.coupled import coupled_ranking
 from outrider.actors.verification.draft_sampler import sample_drafts
 from outrider.actors.verification.noise import gumbel
 from outrider.actors.verification.search import TokenSubset, search_maxima, top_n
 from outrider.actors.verification.torch_draws import greedy_choice
 from outrider.cluster.modes import Mode
+from tests.support.devices.counting_device import DEVICE, CountingDevice
 from tests.unit.verification.arrays import build, uniform
 from tests.unit.verification.toy_target import plain_constraints
 from tests.unit.verification.whole_rows import constrain_logits
@@ -80,6 +82,18 @@ def test_coupled_ranking_is_that_of_all_noisy_scores(vocab_size, size, constrain
     drawn = sample_drafts(logits, Mode.COUPLED, c, seed, position, position, 8, TokenSubset(ids), alternatives)
     assert torch.equal(torch.cat([drawn.ids.unsqueeze(1), drawn.alternatives], dim=1), expected)
     torch.testing.assert_close(drawn.confidence, probs)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_device_without_a_coupled_kernel_has_the_cpu_s_ranking(cut):
+    ids, logits = random_subset(1, 5000, 1500, 10)
+    parts = logits, torch.full((10,), 0.8), torch.full((10,), 0.5), logits.amax(-1), torch.arange(10), torch.arange(10)
+    expected = coupled_ranking(*parts, 3, subset=TokenSubset(ids) if cut else None)
+    with CountingDevice():
+        subset = TokenSubset(ids.to(DEVICE)) if cut else None
+        found = coupled_ranking(*(part.to(DEVICE) for part in parts), 3, subset=subset)
+        assert all(part.device == DEVICE for part in found)
+        assert [part.tolist() for part in found] == [part.tolist() for part in expected]
 
 
 @pytest.mark.parametrize("alternatives", [0, 1, 3])

@@ -120,14 +120,15 @@ class Rounds:
                 k = torch.minimum(k, allowed.to(torch.int64).cumprod(1).sum(1))
             result = self._verify(mine, at, k, drafts, seed)
             assert (result.status == 0).all()
+            num_committed = (result.token_ids >= 0).sum(-1)
             for j in range(K + 1):
-                done = j <= result.accepted_len
+                done = j < num_committed
                 put = result.token_ids[:, min(j, result.token_ids.shape[1] - 1)].to(torch.int64)
                 old = mine.gather(1, (at + j + 2).unsqueeze(1)).squeeze(1)
                 mine.scatter_(1, (at + j + 2).unsqueeze(1), torch.where(done, put, old).unsqueeze(1))
             tokens[open_] = mine
-            committed[open_] = at + result.accepted_len + 1
-            self.accepted += int(result.accepted_len.sum())
+            committed[open_] = at + num_committed
+            self.accepted += int((num_committed - 1).sum())
             self.drafted += int(k.sum())
         return tokens[:, 2 : 2 + LENGTH]
 

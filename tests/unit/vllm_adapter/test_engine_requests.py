@@ -186,7 +186,9 @@ def test_limits_that_leave_no_token_are_the_request_s_own(
 @pytest.mark.parametrize(
     ("verification", "structured"), [("rejection", {"regex": "a+"}), ("block", {"regex": "a+"}), ("greedy", None)]
 )
-def test_a_verification_that_rank_0_would_raise_for_is_refused_before_it(verification: str, structured: Any) -> None:
+def test_a_verification_that_the_verifier_would_raise_for_is_refused_before_it(
+    verification: str, structured: Any
+) -> None:
     """Callers of the replica's handle do not come through the ingress and its checks."""
     sampling = {} if structured is None else {"structured_outputs": structured}
     with pytest.raises(RequestError) as refused:

@@ -105,7 +105,6 @@ def test_other_requests_of_the_engine_are_not_logged(processor: OutputProcessor,
     processor.process_outputs([Rounds("x-0a")("ab", drafted=2), Rounds("gone")("ab", drafted=2)])
     assert queue.get_nowait() is not None
     assert not log.watches("x")
-    assert len(log) == 1
 
 
 def test_a_request_that_is_aborted_has_its_counts_so_far(processor: OutputProcessor, log: RoundLog) -> None:

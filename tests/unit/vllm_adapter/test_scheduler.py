@@ -125,7 +125,7 @@ def test_who_has_ended_here_is_ended_by_the_scheduler():
         )  # fmt: skip
         params.update_from_generation_config({}, 2)
         theirs = Request("r", list(prompt), params, None)
-        ours = RoundRequest.of("r", params, list(prompt), len(prompt), Deployment("rejection", K, 2, 100, 12))
+        ours = RoundRequest.of("r", params, list(prompt), Deployment("rejection", K, 2, 100, 12))
         while True:
             chosen = [chance.choice([2, 3, 4, 5, 30]) for _ in range(chance.randint(1, 4))]
             ours.token_ids += chosen

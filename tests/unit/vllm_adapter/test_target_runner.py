@@ -14,8 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 
-from outrider.actors.round.request import Draft
-from outrider.actors.round.round import UNUSABLE
+from outrider.actors.round.request import PLACEHOLDER_TOKEN_ID, Draft
 from outrider.actors.verification.batch import Status
 from outrider.actors.vllm_adapter import target_runner
 from outrider.actors.vllm_adapter.target_runner import RoundRunner
@@ -67,8 +66,8 @@ class Round:
     def commit(self, step: Any, committed: Any) -> None:
         self.calls.append(("commit", step, committed))
 
-    def settle(self, step: Any, request_ids: list[str], slots: list[int]) -> list[list[int] | None]:
-        self.calls.append(("settle", step, request_ids, slots))
+    def insert_drafts(self, step: Any, request_ids: list[str], slots: list[int]) -> list[list[int] | None]:
+        self.calls.append(("insert_drafts", step, request_ids, slots))
         step.drafts = {name: Draft(list(ids)) for name, ids in zip(request_ids, self.settled, strict=True) if ids}
         return self.settled
 
@@ -138,7 +137,7 @@ def test_a_proposal_that_verification_could_not_use_is_told_before_the_commit(ru
 def test_room_that_nobody_proposed_drafts_for_is_no_proposal(runner):
     """vLLM's scheduler gives it to a waiting request that needs one token."""
     runner.install(round_ := Round(Status.BAD_PROPOSAL))
-    drafts = {"a": [UNUSABLE] * 3, "b": [7, 8, 9]}
+    drafts = {"a": [PLACEHOLDER_TOKEN_ID] * 3, "b": [7, 8, 9]}
     runner.execute_model(scheduled({"a": 4, "b": 4}, scheduled_spec_decode_tokens=drafts))
     runner.sample_tokens(None)
     assert [call[0] for call in round_.calls] == ["begin", "choose", "commit"]
@@ -160,7 +159,7 @@ def test_drafts_that_a_grammar_does_not_allow_are_cut_and_are_nobody_s_mistake(r
     output = runner.sample_tokens(GrammarOutput(["a"], np.arange(5, dtype=np.int32).reshape(5, 1), [1]))
     assert output.num_drafts == {"a": 1}
     assert runner.masks.grammar_bitmask[:, 0].tolist() == [0, 1, 2]
-    assert round_.calls[0][1].drafts == {"a": Draft([5, UNUSABLE])}
+    assert round_.calls[0][1].drafts == {"a": Draft([5, PLACEHOLDER_TOKEN_ID])}
     assert "bad" not in [call[0] for call in round_.calls]
 
 

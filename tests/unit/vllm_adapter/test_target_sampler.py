@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.actors.round.request import Draft, Request, sampling_of
-from outrider.actors.round.round import UNUSABLE
+from outrider.actors.round.request import PLACEHOLDER_TOKEN_ID, Draft, Request, sampling_of
 from outrider.actors.verification.batch import Status
 from outrider.cluster.link.messages import SparseQ
 
@@ -250,7 +249,7 @@ def test_drafts_that_are_not_the_proposal_leave_a_plain_round(sampler):
     logits = torch.randn(K + 1, V)
     plain = requests_of(p, drafts=[])
     alone, _ = choose(sampler, logits[:1].clone(), plain, width=K + 1)
-    dropped = requests_of(p, drafts=[UNUSABLE] * K)
+    dropped = requests_of(p, drafts=[PLACEHOLDER_TOKEN_ID] * K)
     result, status = choose(sampler, logits.clone(), dropped)
     assert result.sampled_token_ids.tolist() == alone.sampled_token_ids.tolist()
     assert status.tolist() == [Status.BAD_PROPOSAL]
