@@ -33,9 +33,6 @@ LONG_ANSWER_TOKENS = 900
 BACK_WITHIN_S = 300.0
 """A replica that loads its models anew, while requests run on few cores."""
 
-LONGEST_GAP_S = 2.0
-"""Between two messages of a stream, whatever happens to drafters and other replicas."""
-
 ENDED_BEFORE_AND_AFTER = 2 * CALLERS
 
 
@@ -112,7 +109,7 @@ def test_the_only_replica_is_replaced_and_nobody_hears_of_it(rolling: Deployment
         f"longest gap of a stream {gap:.2f} s, longest wait for a first token {first:.2f} s"
     )
     assert first < (taken_over_s - deployed_s) / 2, "the old replica serves until the new one can"
-    assert gap <= LONGEST_GAP_S, "no stream stands still while one replica takes over from another"
+    assert gap < (taken_over_s - deployed_s) / 2, "no stream stands still while one replica takes over from another"
 
 
 @pytest.fixture
@@ -162,5 +159,5 @@ def test_a_pool_and_its_targets_are_replaced_and_nobody_hears_of_it(rolling_pool
         f"longest gap of a stream {gap:.2f} s"
     )
     assert min(counts) == 2, "never fewer than there are to be"
-    assert gap <= LONGEST_GAP_S
+    assert gap < seconds / 2
     all_draft(rolling_pool)
