@@ -82,7 +82,7 @@ class Sequence:
         self.num_wanted, self.num_on_miss, self.num_paths = commit.num_wanted, commit.num_on_miss, commit.num_paths
 
     def drafts(
-        self, token_ids: list[int], q: SparseQ | None = None, origin: DraftOrigin = DraftOrigin.MISS
+        self, token_ids: list[int], q: SparseQ | None = None, origin: DraftOrigin = DraftOrigin.MAIN_LINE
     ) -> Proposals:
         """Returns the answer to the last commit: up to K drafts that continue the text.
 

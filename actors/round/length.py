@@ -207,6 +207,7 @@ class LengthController:
 
         self._speculating, self._switches, self._probes = True, 0, 0
         self._probe_left, self._probe_after = 0, _PROBE_AFTER
+        self._probing = False  # whether the round that runs is one of a probe
         self._off_s = self._probe_cost_s = 0.0
         """Time since the last probe, and what that one has cost."""
 
@@ -256,7 +257,7 @@ class LengthController:
         if not wanted.k:
             return
         if draft_step_s > 0:
-            weight = 0.5 if self._probe_left else 0.1  # what was before a probe must not outweigh it
+            weight = 0.5 if self._probing else 0.1  # what was before a probe must not outweigh it
             self._draft_step_s += (draft_step_s - self._draft_step_s) * (weight if self._draft_step_s else 1.0)
             if self._trees:
                 self._tree_step_s = min(self._draft_step_s, self._tree_step_s or self._draft_step_s)
@@ -275,6 +276,7 @@ class LengthController:
             trees: several paths are asked for. They are drafted when the outcome is known, so every request waits.
         """
         self._close_round()
+        self._probing = False
         members = list(estimates)
         is_new = trees != self._trees or members != self._members
         for left in set(self._members).difference(members) if is_new else ():
@@ -334,7 +336,7 @@ class LengthController:
         if not weight:
             return 0.0, 0.0
         mean_tokens, mean_s = tokens / weight, seconds / weight
-        prior = 0.1 * weight / count * mean_tokens**2  # what a tenth of a step twice as large would say
+        prior = 0.1 * weight / count * mean_tokens**2  # a tenth of a step with twice the tokens and 1.1 times the time
         spread = max(squares - tokens * mean_tokens, 0.0) + prior
         slope = (products - tokens * mean_s + prior * _PRIOR_ELASTICITY * mean_s / mean_tokens) / spread
         slope = min(max(slope, 0.0), mean_s / mean_tokens)
@@ -376,7 +378,7 @@ class LengthController:
             self._late_s[missed] += off_s / min(self._num_waits + 1, _WAIT_ROUNDS)
             if off_s > self._last_step_s:
                 self._rounds_left = 0
-            if self._probe_left:
+            if self._probing:
                 num_drafts = sum(estimate.chosen.k for estimate in self._members)
                 self._probe_cost_s += waited_s + num_drafts * self._line()[1]
                 if waited_s > self._last_step_s:  # it has said enough
@@ -450,6 +452,7 @@ class LengthController:
             self._probe_after = min(2 * self._probe_after, _PROBE_AFTER_MAX)
             self._probes += min(_PROBED, len(drafting))
             self._doubt(drafting)
+        self._probing = True
         self._probe_left -= 1
         if not self._probe_left:
             self._rounds_left = 0  # so that the next round's plan takes it in

@@ -56,7 +56,7 @@ class DraftOrigin(enum.IntEnum):
     """No answer in time, or one without drafts for another reason than its length."""
 
     MAIN_LINE = 1
-    """Drafted ahead: every draft was accepted and the bonus token was the one guessed. Or looked up beside a model."""
+    """Drafted ahead: every draft was accepted and the bonus token was the one guessed. Or looked up, without a step."""
 
     SIDE_BRANCH = 2
     """Drafted ahead for another outcome than that of the main line."""

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from outrider.actors.drafter.ngram import NgramIndex, NgramProposer
+from outrider.actors.round.length import LengthController
 from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, ProposalStatus
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.drive import Drive, Told
@@ -55,7 +56,7 @@ def test_a_proposer_answers_each_commit_at_once_at_its_own_length_and_k():
     assert proposer.open(KEY, [1, 2, 3, 1], 4, SAMPLING) == Told(KEY, 4, [], ProposalStatus.READY)
     proposer.open(OTHER, [5, 6, 5], 4, SAMPLING)
     drafted = proposer.commit(KEY, commit(KEY, 4, [2], 4))
-    assert drafted == [Told(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK, origin=DraftOrigin.MISS)]
+    assert drafted == [Told(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK, origin=DraftOrigin.MAIN_LINE)]
     assert proposer.commit(OTHER, commit(OTHER, 3, [6], 1))[0].token_ids == [5]
     assert proposer.commit(KEY, commit(KEY, 5, [3, 9], 4))[0].token_ids == []
     assert proposer.commit(OTHER, commit(OTHER, 4, [5], 0)) == []
@@ -64,3 +65,22 @@ def test_a_proposer_answers_each_commit_at_once_at_its_own_length_and_k():
     proposer.close(OTHER)
     proposer.close(OTHER)
     assert proposer.usage()["num_sequences"] == 1
+
+
+def test_look_ups_for_many_requests_go_on():
+    """They take no step that a round would wait for, so they count as hits."""
+    proposer, controller = Drive(NgramProposer(2, 4)), LengthController(4)
+    requests = {(0, number): controller.track(4) for number in range(12)}
+    lengths = dict.fromkeys(requests, 9)
+    for key in requests:
+        proposer.open(key, [1, 2, 3, 1, 2, 3, 1, 2, 3], 4, SAMPLING)
+    for _ in range(200):
+        for (key, request), wanted in zip(requests.items(), controller.choose(list(requests.values())), strict=True):
+            start = lengths[key]
+            lengths[key] += wanted.k + 1
+            committed = [position % 3 + 1 for position in range(start, lengths[key])]
+            controller.observe_round(request, wanted.k, wanted.k)
+            for answer in proposer.commit(key, Commit(key[1], start, committed, wanted.k, wanted.k_miss)):
+                controller.observe_answer(request, answer.origin, len(answer.token_ids), 0.0, 0.0)
+        controller.observe_step(12 + sum(request.chosen.k for request in requests.values()), 0.025)
+    assert controller.snapshot()["speculating"]

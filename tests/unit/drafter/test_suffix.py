@@ -33,7 +33,7 @@ def test_a_commit_is_answered_at_once_from_the_requests_own_text():
     drafter = proposer()
     assert drafter.open(KEY, [1, 2, 3, 4, 1, 2], 4, GREEDY) == Told(KEY, 6, [], ProposalStatus.READY)
     drafted = drafter.commit(KEY, commit(KEY, 6, [3]))
-    assert drafted == [Told(KEY, 7, [4, 1, 2], ProposalStatus.OK, origin=DraftOrigin.MISS)]
+    assert drafted == [Told(KEY, 7, [4, 1, 2], ProposalStatus.OK, origin=DraftOrigin.MAIN_LINE)]
     assert drafter.commit(KEY, commit(KEY, 7, [4], 0)) == []
     assert drafter.commit(KEY, commit(KEY, 8, [9]))[0].token_ids == []
 
