@@ -59,7 +59,7 @@ class DraftModelProposer:
     ) -> None:
         """vocabulary: the tokens that the engine's output head is cut to; None: it is whole. one_pass: the model drafts
         all tokens of a round after one row, after masks."""
-        self._one_pass = one_pass
+        self._prefill_chunk_tokens, self._one_pass = prefill_chunk_tokens, one_pass
         self.outbox = Outbox()
         self._vocabulary = vocabulary
         self._num_drawable: int | None = None
@@ -98,6 +98,12 @@ class DraftModelProposer:
         self._steps_since_prefill = 0
         self._saw_bad_logits = False
         self._step_times = Histogram()
+
+    def scratch(self) -> DraftModelProposer:
+        """Returns a proposer on the same engine to warm it up with. This one observes nothing of what it does."""
+        scratch = DraftModelProposer(self._engine, self._prefill_chunk_tokens, self._limits, one_pass=self._one_pass)
+        scratch._num_drawable = self._num_drawable
+        return scratch
 
     def new_sequence(self, key: SequenceKey) -> ModelSequence:
         return ModelSequence(key, self._one_pass)
@@ -176,11 +182,6 @@ class DraftModelProposer:
         Sequences keep the KV that they have: their drafts may be a little worse until they end, and each is verified.
         """
         self._swap = swap
-
-    def forget_step_times(self) -> None:
-        """Forgets how long steps took so far: the first ones set up what is set up lazily."""
-        self._cost.forget()
-        self._step_times = Histogram()
 
     def plan(self) -> Work | None:
         self._release()

@@ -109,10 +109,6 @@ class StepCost:
     seconds over rows."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets all steps that were observed."""
         self._weight = self._rows = self._seconds = self._rows_squared = self._product = 0.0
         self.row_share = _PRIOR_SHARE
         """The share of a step that one more row adds: a row that is worth less than this share of what all of the
