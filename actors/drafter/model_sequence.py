@@ -191,10 +191,9 @@ class ModelSequence(Sequence):
         self.engine_id, self.max_len = engine_id, max_len
         self.num_wanted = self.num_on_miss = self.num_speculative_tokens
         self.main, self.spawned_to = DraftChain(length), length
-        samples_q = sampling.mode.samples_q and sampling.top_n > 0
-        self.drawn_per_round = samples_q
+        self.drawn_per_round = sampling.has_q
         likeliest = DraftSampling(biases=sampling.biases, only_biased=sampling.only_biased)
-        self._bonus_sampling = likeliest if samples_q else sampling
+        self._bonus_sampling = likeliest if sampling.has_q else sampling
 
     @property
     def can_draft(self) -> bool:

@@ -143,8 +143,7 @@ class MemoryEngine:
         text = [self._slot(row, position) for position in range(end)]
         if self.bad_after is not None and end >= self.bad_after:
             return Drawn(-1, usable=False)
-        sampling = draw.sampling
-        start = draw.round_start if sampling.mode.samples_q else 0
+        start = draw.round_start if draw.sampling.has_q else 0
         others = tuple((drawn_token(text, start, rank), 0.2 / rank) for rank in range(1, draw.alternatives + 1))
         return Drawn(drawn_token(text, start), confidence=0.7, alternatives=others)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -45,7 +46,7 @@ class Foreseeing(Bench):
         return list(ahead.token_ids[:k])
 
 
-@pytest.fixture(params=[GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.fixture(params=[GREEDY, COUPLED, replace(SAMPLED, top_n=0)], ids=["greedy", "coupled", "one-hot q"])
 def bench(request):
     return Foreseeing().opened(PROMPT, request.param)
 
