@@ -71,9 +71,6 @@ class DraftModelProposer:
         """The open ones, the oldest first."""
 
         self._turns = itertools.count(1)
-        self._lives = itertools.count()
-        """Numbers the engine's ids: the blocks of a sequence that is opened again are freed later."""
-
         self._gone: list[ModelSequence] = []
         """Sequences that are gone. A step may use their blocks, so these are freed before the next one is planned."""
 
@@ -111,7 +108,7 @@ class DraftModelProposer:
     def open(self, sequence: ModelSequence) -> None:
         text = sequence.text
         link_id, handle = sequence.key
-        sequence.begin(f"{link_id}-{handle}-{next(self._lives)}", self._engine.max_model_len)
+        sequence.begin(f"{link_id}-{handle}", self._engine.max_model_len)
         self._sequences[sequence] = None
         if self._vocabulary is not None:
             self._vocabulary.use(dict.fromkeys(text))

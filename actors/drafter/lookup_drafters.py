@@ -108,8 +108,7 @@ class LookupDrafters:
         request = self._requests[sequence] = RequestDrafters({name: Rate(_KEEP_OWN) for name in self._rates})
         for name, lookup in self.lookups.items():
             own = request.lookups[name] = lookup.new_sequence(sequence.key)
-            own.sampling, own.num_speculative_tokens = sequence.sampling, sequence.num_speculative_tokens
-            own.text = list(sequence.text)
+            own.sampling, own.text = sequence.sampling, list(sequence.text)
             lookup.open(own)
             lookup.outbox.drain()  # the verifier waits for the model
         self.model.open(sequence)

@@ -313,18 +313,16 @@ class StepPlanner:
         return step
 
     def _add_main(self, step: DraftStep, sequence: ModelSequence) -> bool:
-        """Adds the main chain's next row, and returns whether there is one. Answers a sequence that is due and needs
-        none, or cannot have one for want of KV blocks."""
-        is_due, draws = sequence.due, sequence.next_draws(sequence.main)
-        if not draws:
-            if (answer := sequence.answer(self._outcomes)) is not None:
-                self._outbox.add(sequence, answer)
+        """Adds the main chain's next row, and returns whether there is one. Answers a sequence that is due and cannot
+        have one for want of KV blocks."""
+        draws = sequence.next_draws(sequence.main)
+        if not draws:  # it is not due: a commit that needs no draws is answered at once
             return False
         end = draws[-1].position
         if not self._has_room(step, end - sequence.main.num_computed):
             return False
         if not self._has_blocks(sequence, end) and not self._allocate(sequence, end):
-            if is_due:
+            if sequence.due:
                 self._outbox.add(sequence, sequence.give_up(ProposalStatus.OUT_OF_KV))
                 self._give_back(sequence)
             return False

@@ -201,10 +201,6 @@ class Commit(_Message, tag=2):
             raise MessageError("Commit.has_drafts", "set, but none are wanted")
 
     @property
-    def accepted_len(self) -> int:
-        return len(self.token_ids) - 1
-
-    @property
     def committed_len(self) -> int:
         """Returns the number of tokens committed now, which Proposals that answer this are based on."""
         return self.base_committed_len + len(self.token_ids)
