@@ -78,8 +78,8 @@ class Side:
 
 def outcome(rng, sequence, drafts):
     """Return what the verifier commits, and how it comes about."""
-    kind = rng.choice(["main chain", "main chain", "side branch", "side branch", "other", "stale"])
-    if kind == "main chain" and sequence.num_drafted > len(drafts):
+    kind = rng.choice(["main line", "main line", "side branch", "side branch", "other", "stale"])
+    if kind == "main line" and sequence.num_drafted > len(drafts):
         return kind, sequence.main.ids(sequence.committed_len, sequence.committed_len + len(drafts) + 1)
     if kind == "side branch" and sequence.sides:
         position, token = rng.choice(sorted(sequence.sides))

@@ -1,4 +1,4 @@
-"""Drafts with a smaller model. Pure.
+"""Drafts with a smaller model. Imports neither vLLM, Ray nor torch.
 
 Every step is one batch over the sequences that wait for an answer, and over what is drafted ahead for the others while
 their targets verify. Prefill runs in bounded chunks between steps. A commit that matches what has been drafted ahead is
@@ -131,8 +131,8 @@ class DraftModelProposer:
         was_due, base = sequence.due, sequence.committed_len
         if was_due and sequence.can_draft:
             self.outbox.add(sequence, sequence.drafts([], origin=DraftOrigin.NONE))
-        if sequence.sent is not None:
-            drawn = [sequence.main.at(base + index) for index in range(sequence.sent + 1)]
+        if sequence.num_proposed is not None:
+            drawn = [sequence.main.at(base + index) for index in range(sequence.num_proposed + 1)]
             self._outcomes.observe(drawn, commit.token_ids)
         if self._vocabulary is not None:
             self._vocabulary.observe(commit.token_ids)
@@ -232,8 +232,8 @@ class DraftModelProposer:
             self._step_times.observe(work.seconds)
 
     def step_us(self) -> int:
-        """Returns what a step takes, microseconds; in one pass its share of each draft of a round, of which targets
-        reckon as many as they wait for."""
+        """Returns what a step takes, microseconds. With parallel drafting, the step time is divided by the largest
+        num_wanted, because the length controller multiplies it by k_miss."""
         drafts = max((s.num_wanted for s in self._sequences), default=1) if self._one_pass else 1
         return int(self._cost.mean_s * 1e6 / max(drafts, 1))
 

@@ -1,4 +1,4 @@
-"""Builds the further paths of a draft tree from one pass of the draft model. Pure.
+"""Builds the further paths of a draft tree from one pass of the draft model. Imports neither vLLM, Ray nor torch.
 
 A pass draws each position without knowing what was drawn before it. So a path that has another likely token at one
 position goes on as the main line does. Paths differ in the first position at which they leave the main line, or in the

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from outrider.actors.vllm_adapter.draft_engine import DraftEngine
 
 _CUT_VOCAB_SIZE = 32768
-_LEAST_CUT = 2048
-"""The size of a cut where a drafter was trained on fewer tokens. More may not be sent of q."""
+_MIN_CUT_VOCAB_SIZE = 2048
+"""The minimum size of a cut LM head, where a drafter was trained on fewer tokens; larger than any draft_top_n."""
 
 _SIDE_BRANCHES = DraftSampling(Mode.COUPLED, temperature=1e6, top_k=3)
 """Makes three tokens equally likely, whatever the model, so that side branches begin, whose first block is a copy."""
@@ -140,7 +140,7 @@ def vocabulary_to_cut_to(
         is_big = vocab_size >= 2 * _CUT_VOCAB_SIZE
         if not (own or is_big):
             return None
-        size = min(max(len(own), _LEAST_CUT) if own else _CUT_VOCAB_SIZE, most)
+        size = min(max(len(own), _MIN_CUT_VOCAB_SIZE) if own else _CUT_VOCAB_SIZE, most)
     if size > most:
         has = f"the model has {most} tokens" if most == vocab_size else f"{most} are the target's, too"
         raise ConfigError(f"drafter.draft_vocab_size: {size}, {has}; set fewer, or 0 for all")

@@ -1,5 +1,5 @@
 """Combines a draft model with look-ups: each round is drafted by whichever is expected to bring most tokens a second.
-Pure.
+Imports neither vLLM, Ray nor torch.
 
 A look-up's drafts cost no step. Where a text repeats itself, or what others were answered, they are better than the
 model's; elsewhere they are nearly all wrong. So all of them follow every text, and what is compared is
@@ -115,9 +115,9 @@ class LookupDrafters:
 
     def commit(self, sequence: ModelSequence, commit: Commit) -> None:
         request = self._requests[sequence]
-        if request.model_answers and sequence.sent:
+        if request.model_answers and sequence.num_proposed:
             base = sequence.committed_len
-            request.offered[MODEL] = sequence.main.ids(base, base + sequence.sent)
+            request.offered[MODEL] = sequence.main.ids(base, base + sequence.num_proposed)
         for name, drafts in request.offered.items():
             for rate in (self._rates[name], request.rates[name]):
                 rate.observe(drafts, commit.token_ids)

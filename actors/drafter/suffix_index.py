@@ -1,4 +1,5 @@
-"""Finds where the end of a text occurred before, and drafts what followed: the index behind suffix decoding. Pure.
+"""Finds where the end of a text occurred before, and drafts what followed: the index behind suffix decoding.
+Imports neither vLLM, Ray nor torch.
 
 SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) asks of its suffix trees how often each continuation followed each
 length of context. Here the tokens themselves answer that: every position is linked to the one before it with the same

@@ -44,7 +44,7 @@ def test_no_copy_goes_into_blocks_that_were_freed_before_it_was_made():
     assert engine.num_free_blocks == 15
 
 
-def test_a_branch_that_becomes_the_main_chain_is_copied_back_as_far_as_it_is_computed():
+def test_a_branch_that_becomes_the_main_line_is_copied_back_as_far_as_it_is_computed():
     engine, branches, side, (own,) = allocated(9, 20)
     branches.take_copies()
     side.chain.num_computed = 13

@@ -225,7 +225,7 @@ def test_a_head_is_cut_to_no_more_than_what_both_tokenizers_have(loaded, monkeyp
 
 
 def test_a_head_is_cut_to_what_the_drafter_was_trained_on(loaded, monkeypatch, tmp_path):
-    monkeypatch.setattr(load, "_LEAST_CUT", 4)
+    monkeypatch.setattr(load, "_MIN_CUT_VOCAB_SIZE", 4)
     (tmp_path / VOCABULARY_FILE).write_text(json.dumps([5, 90, 70, 60, 50]))
     assert loaded(model=tmp_path).token_ids == [5, 50, 60, 70, 90]
     assert loaded(model=tmp_path, draft_vocab_size=6).token_ids == [0, 5, 50, 60, 70, 90]
