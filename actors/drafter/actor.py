@@ -78,7 +78,7 @@ class Drafter:
         import_early("torch.distributed")
         try:
             self._proposer = load_proposer(config, speculation, ranks, placement_group, num_common_tokens)
-            self._loop = DraftLoop(self._proposer, lessons=_lesson_book(config))
+            self._loop = DraftLoop(self._proposer, training_samples=_sample_collector(config))
             # No link is accepted, and nobody watches for hangs, before this returns: what is compiled may take minutes.
             # A loop that fails later ends the process: links break at once, targets decode plainly, and Ray starts a
             # fresh drafter.
@@ -177,7 +177,7 @@ class Drafter:
             os._exit(1)
 
 
-def _lesson_book(config: RemoteConfig) -> SampleCollector | None:
+def _sample_collector(config: RemoteConfig) -> SampleCollector | None:
     learn = config.learn if isinstance(config, DraftModelConfig) else None
     return None if learn is None else SampleCollector()
 

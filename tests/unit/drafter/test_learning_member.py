@@ -25,13 +25,13 @@ class PlayedTrainer:
         self.heard, self.held = [], []
         self.fails = False
 
-    def exchange(self, report, taught):
+    def exchange(self, report, texts):
         self.refused = report.refused
         if self.fails:
             raise ConnectionError("gone")
         held = report.held
         self.held.append(held)
-        self.heard += taught
+        self.heard += texts
         new = held != self.version and not (held is None and self.version[1] == 0)
         return Update(self.version, self.learned_from, {"steps": 1}, [self.weights] if new else [])
 
@@ -56,7 +56,7 @@ class Drafting:
     def __init__(self):
         self.engine = MemoryEngine()
         self.proposer = DraftModelProposer(self.engine, 64)
-        self.loop = DraftLoop(self.proposer, lessons=SampleCollector())
+        self.loop = DraftLoop(self.proposer, training_samples=SampleCollector())
         self.sink = Sink()
         self.loop.attach(LINK, self.sink)
         self.trainer = PlayedTrainer()
