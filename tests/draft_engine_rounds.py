@@ -153,7 +153,7 @@ def main(model, section):
     assert all_blocks is not None
     assert engine.take_blocks(1) is None
     engine.free_blocks(all_blocks)
-    limits = LookaheadLimits(max_side_branches=12)
+    limits = LookaheadLimits(True, 12, 128)
     hits = GraphHits(engine)
     report = {}
     for cut in (False, True):
@@ -166,7 +166,7 @@ def main(model, section):
             # Changes of the vocabulary between the two answers would be differences: the second follows the first.
             clock = itertools.count().__next__
             ahead = Side(1, DraftModelProposer(engine, 16, limits, vocabulary, clock, **one_pass))
-            at_once = Side(2, DraftModelProposer(engine, 16, LookaheadLimits(ahead=False), **one_pass))
+            at_once = Side(2, DraftModelProposer(engine, 16, LookaheadLimits(False, 12, 128), **one_pass))
             agree, differ, origins, drafted = 0, [], {}, []
             for request in range(3):
                 same, other, seen, drafts = play(rng, ahead, at_once, sampling, request)

@@ -52,7 +52,7 @@ class DraftModelProposer:
         self,
         engine: Engine,
         prefill_chunk_tokens: int,
-        limits: LookaheadLimits | None = None,
+        limits: LookaheadLimits,
         vocabulary: DraftVocabulary | None = None,
         clock: Callable[[], float] = time.perf_counter,
         one_pass: bool = False,
@@ -66,7 +66,7 @@ class DraftModelProposer:
         """Ids from there on are not drawn: the smallest target that was ever linked has no such token."""
 
         self._engine = engine
-        self._limits = limits or LookaheadLimits()
+        self._limits = limits
         self._sequences: dict[ModelSequence, None] = {}
         """The open ones, the oldest first."""
 

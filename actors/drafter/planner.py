@@ -146,9 +146,9 @@ class LookaheadLimits:
     all sequences together.
     """
 
-    ahead: bool = True
-    max_side_branches: int = 12
-    max_rows: int = 128
+    ahead: bool
+    max_side_branches: int
+    max_rows: int
 
 
 _PIECES = 4

@@ -40,9 +40,9 @@ _FREE_AT_ONCE = 8
 class SuffixLimits:
     """Holds vLLM's keys without their prefix ``suffix_decoding_``."""
 
-    max_tree_depth: int = 24
-    max_spec_factor: float = 1.0
-    min_token_prob: float = 0.1
+    max_tree_depth: int
+    max_spec_factor: float
+    min_token_prob: float
 
     def most_tokens(self, match_len: int) -> int:
         """Returns how many tokens may be drafted after a match of this length."""

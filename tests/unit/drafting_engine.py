@@ -7,9 +7,15 @@ checks all of it.
 from collections import OrderedDict
 
 from outrider.actors.drafter.engine import Drawn
+from outrider.actors.drafter.planner import LookaheadLimits
 
 VOCAB = 1000
 MASK = VOCAB + 1
+
+
+def lookahead(ahead=True, max_side_branches=12, max_rows=128):
+    """Returns limits, those of a configuration that sets none."""
+    return LookaheadLimits(ahead, max_side_branches, max_rows)
 
 
 def drawn_token(tokens, round_start=0, rank=0):

@@ -12,7 +12,7 @@ from outrider.actors.learning.training_samples import SampleCollector
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, TrainingSample
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.scripted_proposer import Sink
-from tests.unit.drafting_engine import MemoryEngine
+from tests.unit.drafting_engine import MemoryEngine, lookahead
 
 LINK = 1
 BASE = "the drafter's own checkpoint"
@@ -55,7 +55,7 @@ class Drafting:
 
     def __init__(self):
         self.engine = MemoryEngine()
-        self.proposer = DraftModelProposer(self.engine, 64)
+        self.proposer = DraftModelProposer(self.engine, 64, lookahead())
         self.loop = DraftLoop(self.proposer, training_samples=SampleCollector())
         self.sink = Sink()
         self.loop.attach(LINK, self.sink)

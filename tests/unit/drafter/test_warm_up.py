@@ -21,7 +21,7 @@ from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.scripted_proposer import SOON_S
-from tests.unit.drafting_engine import VOCAB, MemoryEngine
+from tests.unit.drafting_engine import VOCAB, MemoryEngine, lookahead
 
 
 class SureEngine(MemoryEngine):
@@ -42,7 +42,7 @@ class SureEngine(MemoryEngine):
 def test_a_drafter_warms_up_in_every_way_on_the_thread_of_its_steps() -> None:
     """A threshold, noise and q with and without one, and so many tokens of q are kernels of their own; q is drawn the
     same in every mode that does."""
-    loop = DraftLoop(DraftModelProposer(engine := SureEngine(), 512))
+    loop = DraftLoop(DraftModelProposer(engine := SureEngine(), 512, lookahead()))
     loop.start(lambda: warm_up(loop._proposer, draft_top_n=16), on_failure=pytest.fail)
     loop.stop()
     assert engine.threads == {"draft-loop"}
@@ -57,7 +57,7 @@ def test_a_drafter_warms_up_in_every_way_on_the_thread_of_its_steps() -> None:
 def test_the_warm_up_leaves_nothing_behind() -> None:
     """Neither tokens, answers and times that were counted, nor sequences of the engine."""
     vocabulary = DraftVocabulary(VOCAB, 20, at_first=range(100, 120))
-    model = DraftModelProposer(engine := SureEngine(), 512, vocabulary=vocabulary)
+    model = DraftModelProposer(engine := SureEngine(), 512, lookahead(), vocabulary=vocabulary)
     suffix = SuffixProposer(SuffixLimits(24, 1.0, 0.1), 10)
     before = [(each.counters(), each.usage(), each.step_us()) for each in (model, suffix)]
     for proposer in (model, suffix, LookupDrafters(model, {"suffix": suffix})):
