@@ -78,8 +78,8 @@ class Side:
 
 def outcome(rng, sequence, drafts):
     """Return what the verifier commits, and how it comes about."""
-    kind = rng.choice(["main chain", "main chain", "side branch", "side branch", "other", "stale"])
-    if kind == "main chain" and sequence.num_drafted > len(drafts):
+    kind = rng.choice(["main line", "main line", "side branch", "side branch", "other", "stale"])
+    if kind == "main line" and sequence.num_drafted > len(drafts):
         return kind, sequence.main.ids(sequence.committed_len, sequence.committed_len + len(drafts) + 1)
     if kind == "side branch" and sequence.sides:
         position, token = rng.choice(sorted(sequence.sides))
@@ -153,7 +153,7 @@ def main(model, section):
     assert all_blocks is not None
     assert engine.take_blocks(1) is None
     engine.free_blocks(all_blocks)
-    limits = LookaheadLimits(max_side_branches=12)
+    limits = LookaheadLimits(True, 12, 128)
     hits = GraphHits(engine)
     report = {}
     for cut in (False, True):
@@ -166,7 +166,7 @@ def main(model, section):
             # Changes of the vocabulary between the two answers would be differences: the second follows the first.
             clock = itertools.count().__next__
             ahead = Side(1, DraftModelProposer(engine, 16, limits, vocabulary, clock, **one_pass))
-            at_once = Side(2, DraftModelProposer(engine, 16, LookaheadLimits(ahead=False), **one_pass))
+            at_once = Side(2, DraftModelProposer(engine, 16, LookaheadLimits(False, 12, 128), **one_pass))
             agree, differ, origins, drafted = 0, [], {}, []
             for request in range(3):
                 same, other, seen, drafts = play(rng, ahead, at_once, sampling, request)

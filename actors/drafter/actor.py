@@ -7,6 +7,7 @@ concurrency group of their own, so they are answered while the loop computes.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import secrets
@@ -77,7 +78,7 @@ class Drafter:
         import_early("torch.distributed")
         try:
             self._proposer = load_proposer(config, speculation, ranks, placement_group, num_common_tokens)
-            self._loop = DraftLoop(self._proposer, lessons=_lesson_book(config))
+            self._loop = DraftLoop(self._proposer, training_samples=_sample_collector(config))
             # No link is accepted, and nobody watches for hangs, before this returns: what is compiled may take minutes.
             # A loop that fails later ends the process: links break at once, targets decode plainly, and Ray starts a
             # fresh drafter.
@@ -97,9 +98,7 @@ class Drafter:
         if isinstance(config, DraftModelConfig) and num_common_tokens is None:
             self._vocabulary = marks_of(config.model)
         self._learning = self._start_learning(config)
-        self._links: dict[int, Link] = {}
-        self._last_link_id = 0  # epochs are the verifiers' matter: two of them may have the same one
-        self._lock = threading.Lock()
+        self._link_ids = itertools.count(1)  # epochs are the verifiers' matter: two of them may have the same one
         threading.Thread(target=end_when_hung, args=(self._loop.at_work,), name="draft-watch", daemon=True).start()
 
     @ray.method(concurrency_group="control")
@@ -126,8 +125,7 @@ class Drafter:
                 f"drafter.draft_vocab_size: the target has {invitation.vocab_size} tokens: {error}; set fewer, or 0"
             ) from None
         wire = join_link(invitation.address, timeout_s)
-        with self._lock:
-            self._last_link_id = link_id = self._last_link_id + 1
+        link_id = next(self._link_ids)
         link = Link(
             wire,
             epoch=invitation.epoch,
@@ -137,8 +135,6 @@ class Drafter:
             on_broken=lambda reason: self._drop(link_id, reason),
             on_receive=lambda received: self._deliver(link_id, received.messages),
         )
-        with self._lock:
-            self._links[link_id] = link
         self._loop.attach(link_id, LinkSink(link))
         link.start()
         logger.info("linked to %s, epoch %d", invitation.verifier_id, invitation.epoch)
@@ -171,8 +167,6 @@ class Drafter:
 
     def _drop(self, link_id: int, reason: str) -> None:
         logger.warning("link %d is gone: %s", link_id, reason)
-        with self._lock:
-            self._links.pop(link_id, None)
         self._loop.detach(link_id)
 
     def _deliver(self, link_id: int, messages: Sequence[Message]) -> None:
@@ -183,7 +177,7 @@ class Drafter:
             os._exit(1)
 
 
-def _lesson_book(config: RemoteConfig) -> SampleCollector | None:
+def _sample_collector(config: RemoteConfig) -> SampleCollector | None:
     learn = config.learn if isinstance(config, DraftModelConfig) else None
     return None if learn is None else SampleCollector()
 

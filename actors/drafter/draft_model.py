@@ -1,4 +1,4 @@
-"""Drafts with a smaller model. Pure.
+"""Drafts with a smaller model. Imports neither vLLM, Ray nor torch.
 
 Every step is one batch over the sequences that wait for an answer, and over what is drafted ahead for the others while
 their targets verify. Prefill runs in bounded chunks between steps. A commit that matches what has been drafted ahead is
@@ -52,28 +52,25 @@ class DraftModelProposer:
         self,
         engine: Engine,
         prefill_chunk_tokens: int,
-        limits: LookaheadLimits | None = None,
+        limits: LookaheadLimits,
         vocabulary: DraftVocabulary | None = None,
         clock: Callable[[], float] = time.perf_counter,
         one_pass: bool = False,
     ) -> None:
         """vocabulary: the tokens that the engine's output head is cut to; None: it is whole. one_pass: the model drafts
         all tokens of a round after one row, after masks."""
-        self._one_pass = one_pass
+        self._prefill_chunk_tokens, self._one_pass = prefill_chunk_tokens, one_pass
         self.outbox = Outbox()
         self._vocabulary = vocabulary
         self._num_drawable: int | None = None
         """Ids from there on are not drawn: the smallest target that was ever linked has no such token."""
 
         self._engine = engine
-        self._limits = limits or LookaheadLimits()
+        self._limits = limits
         self._sequences: dict[ModelSequence, None] = {}
         """The open ones, the oldest first."""
 
         self._turns = itertools.count(1)
-        self._lives = itertools.count()
-        """Numbers the engine's ids: the blocks of a sequence that is opened again are freed later."""
-
         self._gone: list[ModelSequence] = []
         """Sequences that are gone. A step may use their blocks, so these are freed before the next one is planned."""
 
@@ -99,13 +96,19 @@ class DraftModelProposer:
         self._saw_bad_logits = False
         self._step_times = Histogram()
 
+    def scratch(self) -> DraftModelProposer:
+        """Returns a proposer on the same engine to warm it up with. This one observes nothing of what it does."""
+        scratch = DraftModelProposer(self._engine, self._prefill_chunk_tokens, self._limits, one_pass=self._one_pass)
+        scratch._num_drawable = self._num_drawable
+        return scratch
+
     def new_sequence(self, key: SequenceKey) -> ModelSequence:
         return ModelSequence(key, self._one_pass)
 
     def open(self, sequence: ModelSequence) -> None:
         text = sequence.text
         link_id, handle = sequence.key
-        sequence.begin(f"{link_id}-{handle}-{next(self._lives)}", self._engine.max_model_len)
+        sequence.begin(f"{link_id}-{handle}", self._engine.max_model_len)
         self._sequences[sequence] = None
         if self._vocabulary is not None:
             self._vocabulary.use(dict.fromkeys(text))
@@ -128,8 +131,8 @@ class DraftModelProposer:
         was_due, base = sequence.due, sequence.committed_len
         if was_due and sequence.can_draft:
             self.outbox.add(sequence, sequence.drafts([], origin=DraftOrigin.NONE))
-        if sequence.sent is not None:
-            drawn = [sequence.main.at(base + index) for index in range(sequence.sent + 1)]
+        if sequence.num_proposed is not None:
+            drawn = [sequence.main.at(base + index) for index in range(sequence.num_proposed + 1)]
             self._outcomes.observe(drawn, commit.token_ids)
         if self._vocabulary is not None:
             self._vocabulary.observe(commit.token_ids)
@@ -176,11 +179,6 @@ class DraftModelProposer:
         Sequences keep the KV that they have: their drafts may be a little worse until they end, and each is verified.
         """
         self._swap = swap
-
-    def forget_step_times(self) -> None:
-        """Forgets how long steps took so far: the first ones set up what is set up lazily."""
-        self._cost.forget()
-        self._step_times = Histogram()
 
     def plan(self) -> Work | None:
         self._release()
@@ -234,8 +232,8 @@ class DraftModelProposer:
             self._step_times.observe(work.seconds)
 
     def step_us(self) -> int:
-        """Returns what a step takes, microseconds; in one pass its share of each draft of a round, of which targets
-        reckon as many as they wait for."""
+        """Returns what a step takes, microseconds. With parallel drafting, the step time is divided by the largest
+        num_wanted, because the length controller multiplies it by k_miss."""
         drafts = max((s.num_wanted for s in self._sequences), default=1) if self._one_pass else 1
         return int(self._cost.mean_s * 1e6 / max(drafts, 1))
 

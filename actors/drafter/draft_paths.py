@@ -1,4 +1,4 @@
-"""Builds the further paths of a draft tree from one pass of the draft model. Pure.
+"""Builds the further paths of a draft tree from one pass of the draft model. Imports neither vLLM, Ray nor torch.
 
 A pass draws each position without knowing what was drawn before it. So a path that has another likely token at one
 position goes on as the main line does. Paths differ in the first position at which they leave the main line, or in the
@@ -7,22 +7,16 @@ token there: their outcomes exclude each other, and the tokens that they are exp
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from outrider.actors.drafter.engine import Drawn
 from outrider.actors.drafter.outcomes import OutcomeModel
 from outrider.cluster.link.messages import DraftPath
 
-
-class Chain(Protocol):
-    """Has drafted tokens, by their positions."""
-
-    def at(self, position: int) -> Drawn | None: ...
-
-    def ids(self, start: int, end: int) -> list[int]: ...
+if TYPE_CHECKING:
+    from outrider.actors.drafter.model_sequence import DraftChain
 
 
-def draft_paths(main: Chain, base: int, count: int, outcomes: OutcomeModel) -> tuple[DraftPath, ...]:
+def draft_paths(main: DraftChain, base: int, count: int, outcomes: OutcomeModel) -> tuple[DraftPath, ...]:
     """Returns the paths beside a main line's first `count` drafts, those that bring most for their rows first.
 
     A path brings the probability of its outcome times the tokens that follow, at the rate at which drafts are accepted.

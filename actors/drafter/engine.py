@@ -1,4 +1,5 @@
-"""Defines what drafting needs of a draft model's engine: one step over many rows, and KV blocks for them. Pure.
+"""Defines what drafting needs of a draft model's engine: one step over many rows, and KV blocks for them.
+Imports neither vLLM, Ray nor torch.
 
 `vllm_adapter/draft_engine.py` implements `Engine` on vLLM. A `StepPlan` travels to each of its ranks, and what was
 `Drawn` comes back from the first one: plain data both.

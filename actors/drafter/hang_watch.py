@@ -17,7 +17,7 @@ Targets decode plainly meanwhile."""
 
 
 class HangWatch:
-    """Detects work that takes too long, by counting its own ticks. Pure.
+    """Detects work that takes too long, by counting its own ticks.
 
     A tick that comes late, because the process was stopped or got no core, counts once: nothing could run meanwhile.
     """

@@ -47,7 +47,7 @@ FETCH_TIMEOUT_S = 120.0
 class TrainerClient(Protocol):
     """Calls the trainer. Its methods may raise any error of a call to another process."""
 
-    def exchange(self, report: Report, taught: list[Text]) -> Update:
+    def exchange(self, report: Report, texts: list[Text]) -> Update:
         """Calls DrafterTrainer.exchange."""
 
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
@@ -92,9 +92,9 @@ class RayTrainerClient:
         self._actor_name = f"Trainer:{app_name}:{hashlib.sha256(told.encode()).hexdigest()[:8]}"
         self._actor: Any = None
 
-    def exchange(self, report: Report, taught: list[Text]) -> Update:
+    def exchange(self, report: Report, texts: list[Text]) -> Update:
         """See `_call`."""
-        answer: Update = self._call("exchange", report, taught)
+        answer: Update = self._call("exchange", report, texts)
         return answer
 
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
@@ -136,10 +136,10 @@ class LearningMember:
     """Exchanges samples and versions with the trainer at intervals, beside a drafter's loop."""
 
     def __init__(
-        self, teacher: TrainerClient, loop: DraftLoop, proposer: DraftModelProposer, drafter: str | None = None
+        self, trainer: TrainerClient, loop: DraftLoop, proposer: DraftModelProposer, drafter: str | None = None
     ) -> None:
         """drafter: a name that stays the same after a restart; None: a random one."""
-        self._teacher, self._loop, self._proposer = teacher, loop, proposer
+        self._trainer, self._loop, self._proposer = trainer, loop, proposer
         self._name = drafter or secrets.token_hex(8)
         self._held: tuple[str, int] | None = None
         """Trainer and number of the version that was loaded or refused last, if any."""
@@ -179,7 +179,8 @@ class LearningMember:
     def exchange(self) -> None:
         """Exchanges once. It counts failures and never raises."""
         try:
-            update = self._teacher.exchange(Report(self._name, self._held, self._refused), self._loop.taught())
+            report = Report(self._name, self._held, self._refused)
+            update = self._trainer.exchange(report, self._loop.take_training_texts())
             self.figures = update.figures
             if not update.tensors:
                 self._held = update.version
@@ -194,15 +195,15 @@ class LearningMember:
 
     def _offered(self, update: Update) -> None:
         """Hands a new version to the loop, and refuses one that was trained from another checkpoint."""
-        if update.base != self._teacher.base():
+        if update.base != self._trainer.base():
             self._refuse(update.version)
             logger.error(
                 "drafter.model: version %s is refused: it was learned from another checkpoint (%.12s…, not %.12s…); "
                 "put the same one on every node where the trainer may run",
-                update.version, update.base, self._teacher.base(),
+                update.version, update.base, self._trainer.base(),
             )  # fmt: skip
             return
-        tensors = self._teacher.fetch(update)
+        tensors = self._trainer.fetch(update)
         # A trainer never publishes these, so nothing else of this version can be trusted either.
         if not tensors or not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             self._refuse(update.version)
@@ -226,7 +227,7 @@ class LearningMember:
             load(tensors)
         except Exception:
             logger.exception("version %s cannot be loaded: the previous weights are loaded again", version)
-            load(self._teacher.as_loaded(tensors.keys()) if self._tensors is None else self._tensors)
+            load(self._trainer.as_loaded(tensors.keys()) if self._tensors is None else self._tensors)
             self._refuse(version)
             return
         self._tensors, self._drafting, self._held = tensors, version[1], version
@@ -239,7 +240,7 @@ class LearningMember:
 
     def go_back(self, number: int) -> tuple[int | None, str]:
         """Returns all drafters of the trainer to an earlier version, with their next exchange. See TrainerClient."""
-        return self._teacher.go_back(number)
+        return self._trainer.go_back(number)
 
     def status(self) -> dict[str, Any]:
         """Returns the state in plain values."""
@@ -248,6 +249,6 @@ class LearningMember:
             "changes": self.changes,
             "refused": self.refused,
             "failures": self.failures,
-            "dropped_texts": self._loop.dropped_lessons,
+            "dropped_texts": self._loop.dropped_texts,
             "trainer": self.figures,
         }

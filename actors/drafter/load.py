@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from outrider.actors.vllm_adapter.draft_engine import DraftEngine
 
 _CUT_VOCAB_SIZE = 32768
-_LEAST_CUT = 2048
-"""The size of a cut where a drafter was trained on fewer tokens. More may not be sent of q."""
+_MIN_CUT_VOCAB_SIZE = 2048
+"""The minimum size of a cut LM head, where a drafter was trained on fewer tokens; larger than any draft_top_n."""
 
 _SIDE_BRANCHES = DraftSampling(Mode.COUPLED, temperature=1e6, top_k=3)
 """Makes three tokens equally likely, whatever the model, so that side branches begin, whose first block is a copy."""
@@ -140,7 +140,7 @@ def vocabulary_to_cut_to(
         is_big = vocab_size >= 2 * _CUT_VOCAB_SIZE
         if not (own or is_big):
             return None
-        size = min(max(len(own), _LEAST_CUT) if own else _CUT_VOCAB_SIZE, most)
+        size = min(max(len(own), _MIN_CUT_VOCAB_SIZE) if own else _CUT_VOCAB_SIZE, most)
     if size > most:
         has = f"the model has {most} tokens" if most == vocab_size else f"{most} are the target's, too"
         raise ConfigError(f"drafter.draft_vocab_size: {size}, {has}; set fewer, or 0 for all")
@@ -148,39 +148,35 @@ def vocabulary_to_cut_to(
 
 
 def warm_up(proposer: Proposer[Any], draft_top_n: int) -> None:
-    """Prefills and drafts in every way, side branches included, so that no live step sets up anything lazily. Call it
-    on the thread that runs the steps."""
+    """Prefills and drafts in every way, side branches included, so that no live step of a draft model sets up anything
+    lazily. Call it on the thread that runs the steps."""
     from outrider.actors.drafter.draft_model import DraftModelProposer
     from outrider.actors.drafter.lookup_drafters import LookupDrafters
 
     model = proposer.model if isinstance(proposer, LookupDrafters) else proposer
-    _draft_in_every_way(model, draft_top_n)
-    if isinstance(model, DraftModelProposer):
-        model.forget_step_times()  # the first steps compiled kernels, and draft lengths depend on the times
-        _draft_in_every_way(model, draft_top_n)
-
-
-def _draft_in_every_way(proposer: Proposer[Any], draft_top_n: int) -> None:
-    for sampling in (
+    if not isinstance(model, DraftModelProposer):
+        return
+    scratch = model.scratch()
+    samplings = (
         DraftSampling(),
         DraftSampling(Mode.REJECTION, temperature=1.0, top_n=draft_top_n),
         DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9, top_n=draft_top_n),
         DraftSampling(Mode.COUPLED, temperature=1.0),
         DraftSampling(Mode.COUPLED, temperature=1.0, top_p=0.9),
         _SIDE_BRANCHES,
-    ):
-        sequence = proposer.new_sequence((0, 0))
-        sequence.take_prompt(Open(0, [0] * 64, num_speculative_tokens=2, sampling=sampling))
-        proposer.open(sequence)
-        _work_off(proposer)
-        proposer.commit(sequence, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))
-        _work_off(proposer)
-        proposer.close(sequence)
-    _work_off(proposer)
+    )
+    for handle, sampling in enumerate(samplings):
+        sequence = scratch.new_sequence((0, handle))
+        sequence.take_prompt(Open(handle, [0] * 64, num_speculative_tokens=2, sampling=sampling))
+        scratch.open(sequence)
+        _work_off(scratch)
+        scratch.commit(sequence, Commit(handle, 64, [0], num_wanted=2, num_on_miss=2))
+        _work_off(scratch)
+        scratch.close(sequence)
+    _work_off(scratch)
 
 
 def _work_off(proposer: Proposer[Any]) -> None:
     while (work := proposer.plan()) is not None:
         work.execute()
         proposer.complete(work)
-    proposer.outbox.drain()  # nobody asked

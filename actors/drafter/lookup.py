@@ -1,4 +1,5 @@
-"""Drafts by looking texts up, without a model: what n-gram and suffix drafters have in common. Pure.
+"""Drafts by looking texts up, without a model: what n-gram and suffix drafters have in common.
+Imports neither vLLM, Ray nor torch.
 
 The text alone decides, so q is one-hot. A look-up takes less than a millisecond, so a commit is answered at once and
 nothing is drafted ahead. Long prompts are read between rounds, a slice at a time.

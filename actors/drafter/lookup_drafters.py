@@ -1,5 +1,5 @@
 """Combines a draft model with look-ups: each round is drafted by whichever is expected to bring most tokens a second.
-Pure.
+Imports neither vLLM, Ray nor torch.
 
 A look-up's drafts cost no step. Where a text repeats itself, or what others were answered, they are better than the
 model's; elsewhere they are nearly all wrong. So all of them follow every text, and what is compared is
@@ -108,17 +108,16 @@ class LookupDrafters:
         request = self._requests[sequence] = RequestDrafters({name: Rate(_KEEP_OWN) for name in self._rates})
         for name, lookup in self.lookups.items():
             own = request.lookups[name] = lookup.new_sequence(sequence.key)
-            own.sampling, own.num_speculative_tokens = sequence.sampling, sequence.num_speculative_tokens
-            own.text = list(sequence.text)
+            own.sampling, own.text = sequence.sampling, list(sequence.text)
             lookup.open(own)
             lookup.outbox.drain()  # the verifier waits for the model
         self.model.open(sequence)
 
     def commit(self, sequence: ModelSequence, commit: Commit) -> None:
         request = self._requests[sequence]
-        if request.model_answers and sequence.sent:
+        if request.model_answers and sequence.num_proposed:
             base = sequence.committed_len
-            request.offered[MODEL] = sequence.main.ids(base, base + sequence.sent)
+            request.offered[MODEL] = sequence.main.ids(base, base + sequence.num_proposed)
         for name, drafts in request.offered.items():
             for rate in (self._rates[name], request.rates[name]):
                 rate.observe(drafts, commit.token_ids)

@@ -79,10 +79,10 @@ class DraftLoop:
         self,
         proposer: Proposer[Any],
         clock: abc.Callable[[], float] = time.perf_counter,
-        lessons: SampleCollector | None = None,
+        training_samples: SampleCollector | None = None,
     ) -> None:
-        """lessons: collects the targets' training samples; None: they are dropped."""
-        self._lessons = lessons
+        """training_samples: collects the targets' training samples; None: they are dropped."""
+        self._training_samples = training_samples
         self.sequences: dict[SequenceKey, Sequence] = {}
         self._proposer = proposer
         self._clock = clock
@@ -179,10 +179,10 @@ class DraftLoop:
         elif isinstance(message, TrainingSample):
             self._learn(key, message)
 
-    def _learn(self, key: SequenceKey, lesson: TrainingSample) -> None:
+    def _learn(self, key: SequenceKey, sample: TrainingSample) -> None:
         sequence = self.sequences.get(key)
-        if self._lessons is not None and sequence is not None:
-            self._lessons.add(key, sequence.text, lesson, sequence.is_greedy)
+        if self._training_samples is not None and sequence is not None:
+            self._training_samples.add(key, sequence.text, sample, sequence.is_greedy)
 
     def _open(self, key: SequenceKey, message: Open) -> None:
         if key not in self.sequences:  # a handle is never used twice
@@ -208,8 +208,8 @@ class DraftLoop:
     def _close(self, key: SequenceKey) -> None:
         sequence = self.sequences.pop(key, None)
         if sequence is not None:
-            if self._lessons is not None:
-                self._lessons.close(key, sequence.text, sequence.is_greedy)
+            if self._training_samples is not None:
+                self._training_samples.close(key, sequence.text, sequence.is_greedy)
             self._proposer.close(sequence)
 
     def _outgoing(self) -> dict[int, _Batch]:
@@ -265,14 +265,14 @@ class DraftLoop:
             self._stopped = True
             self._wake()
 
-    def taught(self) -> list[Text]:
+    def take_training_texts(self) -> list[Text]:
         """Returns the training texts since the last call. Any thread."""
         with self._lock:
-            return [] if self._lessons is None else self._lessons.take()
+            return [] if self._training_samples is None else self._training_samples.take()
 
     @property
-    def dropped_lessons(self) -> int:
-        return 0 if self._lessons is None else self._lessons.dropped
+    def dropped_texts(self) -> int:
+        return 0 if self._training_samples is None else self._training_samples.dropped
 
     def change(self, proposer_change: abc.Callable[[], None]) -> None:
         """Calls a function that changes the proposer, under the lock. Any thread."""

@@ -1,19 +1,21 @@
-"""Holds one sequence of the draft model: its drafts, side branches for other outcomes, and its KV blocks. Pure.
+"""Holds one sequence of the draft model: its drafts, side branches for other outcomes, and its KV blocks.
+Imports neither vLLM, Ray nor torch.
 
-At any time it is in one of two states. *Due*: a commit waits for its answer, and the main chain's tokens after the text
-are the drafts of the round that starts there. *Answered*: `sent` of them went out, and what is drafted now is for the
-outcomes of their verification. The main chain assumes that all are accepted and goes on with a guess of the bonus
-token, then the next round's drafts; a side branch assumes another token at one of the positions.
+At any time it is in one of two states. *Due*: a commit waits for its answer, and the main line's tokens after the text
+are the drafts of the round that starts there. *Answered*: `num_proposed` of them are being verified,
+and what is drafted now is for the outcomes of their verification. The main line assumes that all are accepted and goes
+on with a guess of the bonus token, then the next round's drafts; a side branch assumes another token at one of the
+positions.
 
 A model that drafts *in one pass* draws a whole round and a guess of the bonus token after each row: the first after
-the row's last token, the others after masks behind it. The KV of a mask counts as not computed. Main chain and side
+the row's last token, the others after masks behind it. The KV of a mask counts as not computed. Main line and side
 branches are rows of one step, since none needs the KV of another: each feeds the sent drafts that it assumes.
 
 A proposal of such a model may carry further paths of a tree (draft_paths.py). After one nothing is drafted ahead: the
 round ends in one of so many places that few of them could be prepared for, and a miss costs one pass.
 
 The outcome of a round is (accepted length, next token), the key of Speculative Speculative Decoding's cache (Kumar et
-al. 2026). Here the main chain's outcomes need no key, because they are a prefix of it.
+al. 2026). Here the main line's outcomes need no key, because they are a prefix of it.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def stacked_q(drawn: abc.Sequence[Drawn | None]) -> SparseQ | None:
 
 @dataclass(eq=False, slots=True)
 class SideBranch:
-    """Drafts for one outcome beside the main chain: chain.tokens[0] is the outcome's next token, at chain.start.
+    """Drafts for one outcome beside the main line: chain.tokens[0] is the outcome's next token, at chain.start.
 
     value: the outcome's probability.
     private: of each KV group, block index -> the branch's own block; all other blocks are the sequence's.
@@ -143,15 +145,15 @@ class ModelSequence(Sequence):
         """Branches that a commit made useless. The owner of their blocks frees them."""
 
         self.adopted: SideBranch | None = None
-        """The branch that became the main chain, while its private blocks are not yet copied into the sequence's."""
+        """The branch that became the main line, while its private blocks are not yet copied into the sequence's."""
 
-        self.sent: int | None = 0
-        """Drafts proposed for the text as it is; None: due."""
+        self.num_proposed: int | None = 0
+        """Number of drafts being verified; None while a commit awaits its proposal."""
 
-        self.given_to = 0
-        """Positions below this may hold a look-up's drafts."""
+        self.lookup_end = 0
+        """Drafts of a look-up are at positions below this, if there are any."""
 
-        self.sent_paths = 1
+        self.num_proposed_paths = 1
         """Paths of what was proposed for the text as it is. Above 1 nothing is drafted ahead."""
 
         self.origin = DraftOrigin.NONE
@@ -159,7 +161,8 @@ class ModelSequence(Sequence):
         """Side branches have been chosen for outcomes at positions below this."""
 
         self.drawn_per_round = False
-        """A draft's random numbers are those of its round (rejection, block): no other round can use it."""
+        """Whether draws are keyed by their round's start position (rejection, block), so that drafts are valid only in
+        that round."""
 
         self._bonus_sampling = self.sampling
         self.announced = False
@@ -191,10 +194,9 @@ class ModelSequence(Sequence):
         self.engine_id, self.max_len = engine_id, max_len
         self.num_wanted = self.num_on_miss = self.num_speculative_tokens
         self.main, self.spawned_to = DraftChain(length), length
-        samples_q = sampling.mode.samples_q and sampling.top_n > 0
-        self.drawn_per_round = samples_q
+        self.drawn_per_round = sampling.has_q
         likeliest = DraftSampling(biases=sampling.biases, only_biased=sampling.only_biased)
-        self._bonus_sampling = likeliest if samples_q else sampling
+        self._bonus_sampling = likeliest if sampling.has_q else sampling
 
     @property
     def can_draft(self) -> bool:
@@ -203,20 +205,20 @@ class ModelSequence(Sequence):
 
     @property
     def due(self) -> bool:
-        return self.sent is None
+        return self.num_proposed is None
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens of text and main chain that the main chain's next step feeds: at least the last one."""
+        """Tokens of text and main line that the main line's next step feeds: at least the last one."""
         return self.main.end - self.main.num_computed
 
     @property
     def num_drafted(self) -> int:
-        """Tokens of the main chain after the text."""
+        """Tokens of the main line after the text."""
         return self.main.end - self.committed_len
 
     def token_ids(self, chain: DraftChain, start: int, end: int) -> list[int]:
-        """Returns the tokens at positions start to end - 1 as `chain` sees them: text, main chain up to where `chain`
+        """Returns the tokens at positions start to end - 1 as `chain` sees them: text, main line up to where `chain`
         starts, `chain`."""
         ids = self.text[start : min(end, len(self.text))]
         if end > len(self.text):
@@ -232,9 +234,10 @@ class ModelSequence(Sequence):
     def next_draws(self, chain: DraftChain) -> list[Draw]:
         """Returns what the next row of `chain` draws; []: the chain is long enough, or must not go on."""
         draws: list[Draw] = []
+        guess_at = None if self.num_proposed is None else self.committed_len + self.num_proposed
         while (draw := self.next_draw(chain, len(draws))) is not None:
             draws.append(draw)
-            is_guess = chain is self.main and self.sent is not None and draw.position == self.committed_len + self.sent
+            is_guess = chain is self.main and draw.position == guess_at
             if not self.one_pass or is_guess:  # the guess must be fed as a token before the next round is drawn
                 break
         return draws
@@ -249,9 +252,9 @@ class ModelSequence(Sequence):
         if chain is not self.main:
             start = chain.start + 1
             return None if position - start >= most else self._draw(self.sampling, position, start)
-        if self.sent is None:
+        if self.num_proposed is None:
             return None if position - base >= most else self._draw(self.sampling, position, base)
-        bonus_at = base + self.sent
+        bonus_at = base + self.num_proposed
         if self.num_wanted == 0:
             return None
         if position <= bonus_at:
@@ -281,19 +284,19 @@ class ModelSequence(Sequence):
         return True
 
     def holds(self, chain: DraftChain) -> bool:
-        """Whether it is the main chain or a side branch's, still."""
+        """Whether it is the main line or a side branch's, still."""
         if chain is self.main:
             return True
         side = self.sides.get((chain.start, chain.tokens[0])) if chain.tokens else None
         return side is not None and side.chain is chain
 
     def open_outcomes(self) -> list[tuple[int, Drawn]]:
-        """Returns the positions at which verification may choose otherwise, and what the main chain has there, from the
+        """Returns the positions at which verification may choose otherwise, and what the main line has there, from the
         first one for which no side branches have been chosen. Each position is returned once."""
-        if self.sent is None or self.num_wanted == 0:
+        if self.num_proposed is None or self.num_wanted == 0:
             return []
-        end = min(self.main.end, self.committed_len + self.sent + 1)
-        if not self.one_pass:  # a side branch has its KV up to there from the main chain
+        end = min(self.main.end, self.committed_len + self.num_proposed + 1)
+        if not self.one_pass:  # a side branch has its KV up to there from the main line
             end = min(end, self.main.num_computed + 1)
         found = [(position, self.main.at(position)) for position in range(self.spawned_to, end)]
         self.spawned_to = max(self.spawned_to, end)
@@ -304,7 +307,7 @@ class ModelSequence(Sequence):
     def commit(self, commit: Commit) -> None:
         """Appends committed tokens and keeps the drafts that continue them. It is due afterwards, unless no drafts are
         wanted."""
-        base, token_ids, sent = self.committed_len, commit.token_ids, self.sent
+        base, token_ids, proposed = self.committed_len, commit.token_ids, self.num_proposed
         main, matched = self.main, self.main.num_same(self.committed_len, commit.token_ids)
         end = base + len(token_ids)
         side = self.sides.pop((end - 1, token_ids[-1]), None) if matched == len(token_ids) - 1 else None
@@ -312,15 +315,15 @@ class ModelSequence(Sequence):
         self.origin = DraftOrigin.MISS
         if side is not None:
             self._adopt(side)
-        elif matched == len(token_ids) and (sent == matched - 1 or not (self.drawn_per_round or self.one_pass)):
+        elif matched == len(token_ids) and (proposed == matched - 1 or not (self.drawn_per_round or self.one_pass)):
             # Drawn for the round that starts here, or for any. After masks only those that stand for what was sent.
             self.origin = DraftOrigin.MAIN_LINE if self.num_drafted > 0 else DraftOrigin.MISS
         else:
             self.main = DraftChain(end, num_computed=min(main.num_computed, base + matched, end - 1))
-        if end < self.given_to:
+        if end < self.lookup_end:  # a look-up's drafts that were not verified are no drafts of the model's
             self.main.cut(next((at for at in range(end, self.main.end) if self.main.at(at) is None), self.main.end))
         self._drop_sides()
-        self.sent = None
+        self.num_proposed = None
         if commit.num_wanted == 0:
             self.answered(0)
 
@@ -361,11 +364,11 @@ class ModelSequence(Sequence):
     def prefetched(self, chain: DraftChain) -> PrefetchedProposal | None:
         """Returns all the drafts that are wanted for the outcome that `chain` assumes, if the last of them was drawn
         just now. None: some are missing, or they cannot be sent before their round is known."""
-        if self.sent is None or not self.num_wanted or self.drawn_per_round:
+        if self.num_proposed is None or not self.num_wanted or self.drawn_per_round:
             return None
         at, origin = chain.start, DraftOrigin.SIDE_BRANCH
         if chain is self.main:
-            at, origin = self.committed_len + self.sent, DraftOrigin.MAIN_LINE
+            at, origin = self.committed_len + self.num_proposed, DraftOrigin.MAIN_LINE
         count = chain.end - at - 1
         if count < 1 or (count != self.num_wanted and not self.one_pass):
             return None
@@ -374,13 +377,13 @@ class ModelSequence(Sequence):
 
     def propose(self, drafts: list[int]) -> Proposals:
         """Returns the answer to the commit with a look-up's drafts, which the text alone decides: q is one-hot. The
-        main chain goes on from them and keeps its own tokens as far as they are the same."""
+        main line goes on from them and keeps its own tokens as far as they are the same."""
         start, main = self.committed_len, self.main
         same = main.num_same(start, drafts)
         if same < len(drafts):
             given = [main.at(start + index) for index in range(same)] + [None] * (len(drafts) - same)
             self.main = DraftChain(start, list(drafts), given, min(main.num_computed, start + same))
-            self.given_to = start + len(drafts)
+            self.lookup_end = start + len(drafts)
         self.answered(len(drafts))
         return self.drafts(list(drafts), None, DraftOrigin.MAIN_LINE)
 
@@ -404,8 +407,8 @@ class ModelSequence(Sequence):
             self.adopted = None
 
     def answered(self, count: int, num_paths: int = 1) -> None:
-        """Notes that the target has so many of the main chain's drafts for the text as it is, in so many paths."""
-        self.sent, self.sent_paths = count, num_paths
+        """Notes that the target has so many of the main line's drafts for the text as it is, in so many paths."""
+        self.num_proposed, self.num_proposed_paths = count, num_paths
         if self.one_pass:
             # What follows the guess of the bonus token is drawn anew, when that is no mask any more.
             self.main.cut(self.committed_len + count + 1)

@@ -1,4 +1,5 @@
-"""Drafts by prompt lookup: proposes what followed the latest earlier occurrence of the current n-gram. Pure.
+"""Drafts by prompt lookup: proposes what followed the latest earlier occurrence of the current n-gram.
+Imports neither vLLM, Ray nor torch.
 
 The method is Saxena's prompt lookup decoding (2023), also vLLM's ``ngram``. The index is a dictionary per n-gram
 length, extended as tokens are committed, so a draft costs a few look-ups whatever the length of the text.

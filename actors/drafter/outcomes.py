@@ -1,4 +1,5 @@
-"""Estimates how likely an outcome of verification is, and what another row costs a step. Pure.
+"""Estimates how likely an outcome of verification is, and what another row costs a step.
+Imports neither vLLM, Ray nor torch.
 
 The drafter measures both over all its sequences.
 """
@@ -36,7 +37,7 @@ class Frequency:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An outcome of verification: it follows the main chain up to `position` and has `token` there. value: its
+    """An outcome of verification: it follows the main line up to `position` and has `token` there. value: its
     probability."""
 
     position: int
@@ -80,7 +81,7 @@ class OutcomeModel:
         """Counts a verification, up to the first difference.
 
         Args:
-            drawn: the main chain's tokens where verification chose token_ids, as far as they were drawn.
+            drawn: the main line's tokens where verification chose token_ids, as far as they were drawn.
         """
         for entry, token in zip(drawn, token_ids, strict=False):
             if entry is None:
@@ -109,14 +110,10 @@ class StepCost:
     seconds over rows."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets all steps that were observed."""
         self._weight = self._rows = self._seconds = self._rows_squared = self._product = 0.0
         self.row_share = _PRIOR_SHARE
-        """The share of a step that one more row adds: a row that is worth less than this share of what all of the
-        step's rows are worth costs more than it brings. While all steps have as many rows it decays slowly, so that
+        """The share of a step's time that one more row adds. A row whose reach probability is below this share of the
+        sum over the step's rows costs more than it brings. While all steps have as many rows it decays slowly, so that
         rows are tried again after a wrong estimate."""
 
     def observe(self, rows: int, seconds: float) -> None:

@@ -1,4 +1,5 @@
-"""Plans the draft model's steps: which rows, fed with which tokens, in which KV blocks. Pure.
+"""Plans the draft model's steps: which rows, fed with which tokens, in which KV blocks.
+Imports neither vLLM, Ray nor torch.
 
 Within a link, sequences that wait for an answer come first, then what can be drafted ahead, the likeliest outcomes
 first; prompts are prefilled in chunks. Links that share the drafter take turns row by row (`LinkTurns`). `OutcomeModel`
@@ -51,7 +52,7 @@ class LinkTurns:
 
 class BranchBlocks:
     """Allocates KV blocks of side branches: copy-on-write from their sequence's, and back when a branch becomes the
-    main chain.
+    main line.
 
     A branch shares every block before the one that it begins to compute in. That one is copied, unless it begins on
     the block's first slot, and the ones after it are new.
@@ -113,7 +114,7 @@ class DraftStep:
     """A planned step.
 
     targets: of each row the sequence and the chain that it extends; None for a prefill chunk.
-    worth: of all rows that draw, the sum of the probabilities that verification gets so far.
+    reach_sum: of all rows that draw, the sum of the probabilities that verification reaches them.
     """
 
     is_step: ClassVar[bool] = True
@@ -122,7 +123,7 @@ class DraftStep:
     plan: StepPlan = field(default_factory=StepPlan)
     targets: list[tuple[ModelSequence, DraftChain | None]] = field(default_factory=list)
     num_fed: int = 0
-    worth: float = 0.0
+    reach_sum: float = 0.0
     drawn: list[list[Drawn]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -145,9 +146,9 @@ class LookaheadLimits:
     all sequences together.
     """
 
-    ahead: bool = True
-    max_side_branches: int = 12
-    max_rows: int = 128
+    ahead: bool
+    max_side_branches: int
+    max_rows: int
 
 
 _PIECES = 4
@@ -177,8 +178,10 @@ def _until_done(
 
 
 def _best_sides(sequences: Iterable[ModelSequence], keep: float) -> list[tuple[float, SideBranch, ModelSequence]]:
-    """Returns side branches, the best first, with what another row of each is worth: the probability that verification
-    gets so far. keep: the probability that a draft is accepted."""
+    """Returns side branches, the likeliest first, each with the probability that verification reaches its next row.
+
+    keep: the probability that a draft is accepted.
+    """
     sides = [
         (side.value * keep ** (len(side.chain.tokens) - 1), side, sequence)
         for sequence in sequences
@@ -214,35 +217,36 @@ class StepPlanner:
     def drafts(self, due: Collection[ModelSequence]) -> DraftStep | None:
         """Returns a step over the sequences that wait, in their order, then over what can be drafted ahead.
 
-        Rows of side branches, the best first, go in as long as each brings more than it holds all the others up: so the
-        step's worth over its time is the highest there is. With one target they are nearly free; where many share the
-        step, only the likely ones are worth it.
+        Adds side-branch rows by decreasing reach probability while it is at least row_share times the sum over the rows
+        already in the step.
         """
         step = DraftStep(self._engine, self._clock)
         waiting = _by_link(due)
         queues = {
-            link_id: self._main_chains(waiting.get(link_id, ()), of_link)
+            link_id: self._main_lines(waiting.get(link_id, ()), of_link)
             for link_id, of_link in _by_link(self._sequences).items()
         }
         answered: dict[int, list[ModelSequence]] = {}
         keep = self._outcomes.usual_acceptance
         for sequence in self.turns.order(queues):
-            worth = keep**sequence.num_drafted
+            reach_probability = keep**sequence.num_drafted
             if self._add_main(step, sequence):
-                step.worth += worth
+                step.reach_sum += reach_probability
             if not sequence.due:
                 self._spawn(sequence)
                 answered.setdefault(sequence.key[0], []).append(sequence)
         row_share = self._cost.row_share
         sides = {
-            link_id: itertools.takewhile(lambda entry: entry[0] >= row_share * step.worth, _best_sides(of_link, keep))
+            link_id: itertools.takewhile(
+                lambda entry: entry[0] >= row_share * step.reach_sum, _best_sides(of_link, keep)
+            )
             for link_id, of_link in answered.items()
         }
-        for worth, side, sequence in self.turns.order(sides):
+        for reach_probability, side, sequence in self.turns.order(sides):
             chain, draws = side.chain, sequence.next_draws(side.chain)
             if draws and self._has_room(step, draws[-1].position - chain.num_computed):
                 self._add_row(step, sequence, chain, side.blocks, draws)
-                step.worth += worth
+                step.reach_sum += reach_probability
         return self._finished(step)
 
     def prefill(self, idle: bool = False) -> DraftStep | None:
@@ -299,11 +303,11 @@ class StepPlanner:
         """Returns the sequences with KV blocks for what they have read."""
         return [sequence for sequence in self._sequences if sequence.allocated_to and not sequence.retired]
 
-    def _main_chains(self, due: Iterable[ModelSequence], of_link: Iterable[ModelSequence]) -> Iterator[ModelSequence]:
+    def _main_lines(self, due: Iterable[ModelSequence], of_link: Iterable[ModelSequence]) -> Iterator[ModelSequence]:
         """Yields one link's sequences: those that wait, then those that had or have just had an answer."""
         yield from due
         if self._limits.ahead:
-            yield from [s for s in of_link if not s.due and s.can_draft and s.sent_paths == 1]
+            yield from [s for s in of_link if not s.due and s.can_draft and s.num_proposed_paths == 1]
 
     def _finished(self, step: DraftStep) -> DraftStep | None:
         if not step.plan.rows:
@@ -313,18 +317,16 @@ class StepPlanner:
         return step
 
     def _add_main(self, step: DraftStep, sequence: ModelSequence) -> bool:
-        """Adds the main chain's next row, and returns whether there is one. Answers a sequence that is due and needs
-        none, or cannot have one for want of KV blocks."""
-        is_due, draws = sequence.due, sequence.next_draws(sequence.main)
-        if not draws:
-            if (answer := sequence.answer(self._outcomes)) is not None:
-                self._outbox.add(sequence, answer)
+        """Adds the main line's next row, and returns whether there is one. Answers a sequence that is due and cannot
+        have one for want of KV blocks."""
+        draws = sequence.next_draws(sequence.main)
+        if not draws:  # it is not due: a commit that needs no draws is answered at once
             return False
         end = draws[-1].position
         if not self._has_room(step, end - sequence.main.num_computed):
             return False
         if not self._has_blocks(sequence, end) and not self._allocate(sequence, end):
-            if is_due:
+            if sequence.due:
                 self._outbox.add(sequence, sequence.give_up(ProposalStatus.OUT_OF_KV))
                 self._give_back(sequence)
             return False
@@ -392,7 +394,7 @@ class StepPlanner:
     def _spawn(self, sequence: ModelSequence) -> None:
         """Adds side branches for the likeliest outcomes that verification may have from what is proposed now."""
         limits = self._limits
-        if sequence.adopted is not None or limits.max_side_branches == 0 or sequence.sent_paths > 1:
+        if sequence.adopted is not None or limits.max_side_branches == 0 or sequence.num_proposed_paths > 1:
             return
         open_outcomes = sequence.open_outcomes()
         if not open_outcomes:

@@ -1,4 +1,5 @@
-"""Defines what a drafting method offers the draft loop, and what the drafter knows of one request. Pure.
+"""Defines what a drafting method offers the draft loop, and what the drafter knows of one request.
+Imports neither vLLM, Ray nor torch.
 
 A drafting method implements `Proposer` and adds what it needs to `Sequence` in a subclass (`model_sequence.py`,
 `lookup.py`).

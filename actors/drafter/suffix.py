@@ -1,4 +1,5 @@
-"""Drafts by suffix decoding: proposes what followed the end of the text before, in it or in other answers. Pure."""
+"""Drafts by suffix decoding: proposes what followed the end of the text before, in it or in other answers.
+Imports neither vLLM, Ray nor torch."""
 
 from __future__ import annotations
 

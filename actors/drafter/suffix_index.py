@@ -1,4 +1,5 @@
-"""Finds where the end of a text occurred before, and drafts what followed: the index behind suffix decoding. Pure.
+"""Finds where the end of a text occurred before, and drafts what followed: the index behind suffix decoding.
+Imports neither vLLM, Ray nor torch.
 
 SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) asks of its suffix trees how often each continuation followed each
 length of context. Here the tokens themselves answer that: every position is linked to the one before it with the same
@@ -39,9 +40,9 @@ _FREE_AT_ONCE = 8
 class SuffixLimits:
     """Holds vLLM's keys without their prefix ``suffix_decoding_``."""
 
-    max_tree_depth: int = 24
-    max_spec_factor: float = 1.0
-    min_token_prob: float = 0.1
+    max_tree_depth: int
+    max_spec_factor: float
+    min_token_prob: float
 
     def most_tokens(self, match_len: int) -> int:
         """Returns how many tokens may be drafted after a match of this length."""

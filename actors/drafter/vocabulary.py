@@ -1,4 +1,5 @@
-"""Selects the token ids that the drafter's output head is cut to: a fixed number of slots, a token in each. Pure.
+"""Selects the token ids that the drafter's output head is cut to: a fixed number of slots, a token in each.
+Imports neither vLLM, Ray nor torch.
 
 Cutting the head is exact, since q only has a smaller support; which tokens are in it decides how many drafts are
 accepted. At first these are the tokens that the drafter was trained on, where its checkpoint says which, then the

@@ -103,10 +103,10 @@ class Learner:
                 "versions": [version.row() for version in self._versions],
             }
 
-    def add(self, taught: Sequence[Text]) -> None:
+    def add(self, texts: Sequence[Text]) -> None:
         """Takes texts to learn from, or to compare versions on. Those with tokens that the drafter does not have are
         passed over."""
-        known = [text for text in taught if int(text.ids.max()) < self._trainer.vocab_size]
+        known = [text for text in texts if int(text.ids.max()) < self._trainer.vocab_size]
         with self._lock:
             self._to_train_on += PASSES * sum([self._replay.add(text) for text in known])
             # What is not kept any more cannot be trained on.

@@ -67,9 +67,9 @@ class VersionServer:
         self._last: tuple[Version, Any] | None = None
         self._refused: dict[str, tuple[str, int]] = {}
 
-    def exchange(self, report: Report, taught: list[Text], **figures: Any) -> Update:
+    def exchange(self, report: Report, texts: list[Text], **figures: Any) -> Update:
         """figures: figures to add to the learner's."""
-        self._learner.add(taught)
+        self._learner.add(texts)
         if report.refused is not None:
             self._refused[report.drafter] = report.refused
         serving = self._learner.serving
@@ -116,10 +116,10 @@ class DrafterTrainer:
         threading.Thread(target=self._train, name="training", daemon=True).start()
         threading.Thread(target=self._end_when_idle, name="idle", daemon=True).start()
 
-    async def exchange(self, report: Report, taught: list[Text]) -> Update:
+    async def exchange(self, report: Report, texts: list[Text]) -> Update:
         """Calls VersionServer.exchange."""
         self._asked_at = time.monotonic()
-        return self._versions.exchange(report, taught, store_failures=self._store_failures)
+        return self._versions.exchange(report, texts, store_failures=self._store_failures)
 
     async def go_back(self, number: int) -> tuple[int | None, str]:
         """Calls Learner.go_back, and returns the new number, or None and why not. A restart does not undo it."""

@@ -54,7 +54,7 @@ def read_texts(file: Path, sample: int = 0) -> Iterator[Text]:
 def general_texts(directory: str | None, vocab_size: int) -> list[Text]:
     """Reads ``drafter.learn.general``: the texts that are short enough and whose tokens the drafter has.
 
-    They have as many of the target's likeliest tokens as lessons have. They may be greedy or drawn, so acceptance is
+    They have as many of the target's likeliest tokens as samples have. They may be greedy or drawn, so acceptance is
     measured as if drawn. Raises OSError, also where there are too few to tell a loss by, and what safetensors raises.
     """
     if directory is None:

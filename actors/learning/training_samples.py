@@ -11,7 +11,7 @@ import numpy as np
 from outrider.actors.learning.texts import MAX_TEXT_TOKENS, Text
 from outrider.cluster.link.messages import TrainingSample
 
-TAUGHT_AT_ONCE = 128
+MAX_PART_TOKENS = 128
 """Tokens of an answer that are one text to train on, at most: what a long answer shows is learned before it ends."""
 
 _IDENTITY_TOKENS = 512
@@ -22,18 +22,18 @@ _MOST_WAITING_TOKENS = 200_000
 
 
 class SampleCollector:
-    """Cuts answers into parts while lessons about them come."""
+    """Cuts answers into parts while samples of them come."""
 
     def __init__(self) -> None:
         self._parts: dict[Hashable, list[TrainingSample]] = {}
-        self._prompts: dict[Hashable, int] = {}  # of every sequence that has been taught something
+        self._prompts: dict[Hashable, int] = {}  # of every sequence that has had a sample
         self._done: deque[Text] = deque()
         self._waiting = 0
         self.dropped = 0  # parts that were not fetched in time
 
-    def add(self, key: Hashable, text: Sequence[int], lesson: TrainingSample, greedy: bool) -> None:
-        """text: of the sequence, all that was committed. A lesson that does not follow the last one begins a part."""
-        start, end = lesson.position, lesson.position + len(lesson.ids)
+    def add(self, key: Hashable, text: Sequence[int], sample: TrainingSample, greedy: bool) -> None:
+        """text: of the sequence, all that was committed. A sample that does not follow the last one begins a part."""
+        start, end = sample.position, sample.position + len(sample.ids)
         if not 1 <= start < end <= len(text):
             return
         if key not in self._prompts:
@@ -41,11 +41,11 @@ class SampleCollector:
             self._prompts[key] = int.from_bytes(hashlib.blake2b(last, digest_size=8).digest()) >> 1
         if last_one := self._parts.get(key, [])[-1:]:
             (before,) = last_one
-            if before.position + len(before.ids) != start or before.ids.shape[1] != lesson.ids.shape[1]:
+            if before.position + len(before.ids) != start or before.ids.shape[1] != sample.ids.shape[1]:
                 self._finish(key, text, greedy)
         part = self._parts.setdefault(key, [])
-        part.append(lesson)
-        if end - part[0].position >= TAUGHT_AT_ONCE:
+        part.append(sample)
+        if end - part[0].position >= MAX_PART_TOKENS:
             self._finish(key, text, greedy)
 
     def close(self, key: Hashable, text: Sequence[int], greedy: bool) -> None:

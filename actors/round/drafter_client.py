@@ -295,8 +295,8 @@ class DrafterClient:
 
     def _keep_prefetched(self, message: PrefetchedProposal) -> None:
         request = self._by_handle.get(message.request)
-        # Where drafts are sampled, verification needs their q, which a prefetched proposal does not carry.
-        if request is None or request.sampling.mode.samples_q or len(request.prefetched) >= _MAX_PREFETCHED:
+        # A prefetched proposal carries no q, so verification would take q as one-hot.
+        if request is None or request.sampling.has_q or len(request.prefetched) >= _MAX_PREFETCHED:
             return
         request.prefetched[message.position, message.next_token] = message
 

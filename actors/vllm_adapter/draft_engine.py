@@ -23,7 +23,8 @@ from outrider.cluster.vocabulary import mask_token
 class DraftEngine:
     """Implements `drafter.engine.Engine` on vLLM.
 
-    Construction loads the model (tens of seconds). Not thread-safe: the drafter's loop owns it.
+    Construction loads the model (tens of seconds). The draft loop's lock guards the KV cache manager. The loop's thread
+    calls `run` and `load_weights` without the lock, since neither uses the manager.
     """
 
     def __init__(
@@ -88,13 +89,11 @@ class DraftEngine:
         return "/".join(map(str, of)) if any(of) else None
 
     def load_weights(self, tensors: Mapping[str, Any]) -> None:
-        """Loads some weights in place of the present ones."""
         self._core.model_executor.collective_rpc("load_weights_of_version", args=(dict(tensors),))
         self._weights_changes += 1
 
     def start(self, request_id: str, token_ids: list[int], sampling: DraftSampling) -> int:
-        """Starts a sequence, and returns how many of its tokens the prefix cache has. Hashing its blocks takes 0.2 us a
-        token."""
+        """See Engine. Hashing a sequence's blocks takes 0.2 us a token."""
         self._requests[request_id] = request = Request(
             request_id=request_id,
             prompt_token_ids=list(token_ids),
@@ -111,11 +110,9 @@ class DraftEngine:
         return 0 if adopted is None else num_computed
 
     def append(self, request_id: str, token_ids: list[int]) -> None:
-        """Appends tokens to a sequence."""
         self._requests[request_id].append_output_token_ids(token_ids)
 
     def allocate(self, request_id: str, num_computed: int, num_new: int, num_lookahead: int) -> bool:
-        """Allocates blocks for new and lookahead tokens, and returns whether there were enough."""
         request = self._requests[request_id]
         request.num_computed_tokens = num_computed
         if self._kv.allocate_slots(request, num_new, num_lookahead_tokens=num_lookahead) is None:
@@ -124,13 +121,11 @@ class DraftEngine:
         return True
 
     def give_back(self, request_id: str) -> None:
-        """Frees a sequence's blocks. Its tokens stay, and must be computed again."""
         request = self._requests[request_id]
         self._kv.free(request)
         request.num_computed_tokens = 0
 
     def missing(self, request_id: str) -> int:
-        """Returns how many blocks a sequence lacks for its tokens."""
         request, kv = self._requests[request_id], self._kv
         needed: int = kv.coordinator.get_num_blocks_to_allocate(
             request_id=request_id,
@@ -150,12 +145,10 @@ class DraftEngine:
         return free
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Returns a sequence's block ids by KV cache group."""
         ids: tuple[list[int], ...] = self._kv.get_block_ids(request_id)
         return ids
 
     def take_blocks(self, count: int) -> list[int] | None:
-        """Takes blocks that belong to no sequence, or returns None if there are too few."""
         pool = self._kv.block_pool
         if count > self.num_free_blocks:
             return None
@@ -171,7 +164,6 @@ class DraftEngine:
         self._kv.free(self._requests.pop(request_id))
 
     def run(self, plan: StepPlan) -> list[list[Drawn]]:
-        """Runs a step, and returns what was drawn for each row."""
         results: list[Any] = self._core.model_executor.collective_rpc("draft", args=(plan,))
         drawn: list[list[Drawn]] = results[0]
         return drawn
@@ -179,9 +171,6 @@ class DraftEngine:
     @property
     def kv_cache_usage(self) -> float:
         return self._kv.usage
-
-    def shutdown(self) -> None:
-        self._core.shutdown()
 
 
 def _end_token_ids(vllm_config: VllmConfig) -> list[int]:

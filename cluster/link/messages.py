@@ -131,6 +131,11 @@ class DraftSampling:
     remembered: bool = True
     adapter: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
 
+    @property
+    def has_q(self) -> bool:
+        """Whether drafts are drawn from a q that travels with them."""
+        return self.mode.samples_q and self.top_n > 0
+
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise MessageError("Open.temperature", f"{self.temperature} is not a finite number from 0 up")
@@ -194,10 +199,6 @@ class Commit(_Message, tag=2):
             raise MessageError("Commit.num_on_miss", f"{self.num_on_miss} is not in 0 to {self.num_wanted} wanted")
         if self.has_drafts and not self.num_wanted:
             raise MessageError("Commit.has_drafts", "set, but none are wanted")
-
-    @property
-    def accepted_len(self) -> int:
-        return len(self.token_ids) - 1
 
     @property
     def committed_len(self) -> int:

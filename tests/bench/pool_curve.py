@@ -211,7 +211,7 @@ def simulate(profile: Profile, text: Text, num_targets: int, batch: int, k: int,
     """Tokens a second of one target on average, and a round's tokens of one request."""
     world = World()
     engine = PlayedEngine(world, profile.drafter, text)
-    proposer = DraftModelProposer(engine, 2048, LookaheadLimits(), clock=lambda: world.now)
+    proposer = DraftModelProposer(engine, 2048, LookaheadLimits(True, 12, 128), clock=lambda: world.now)
     targets = [Target(link_id, batch, k, profile.target, world, proposer) for link_id in range(1, num_targets + 1)]
 
     proposer.outbox.drain()  # all are ready

@@ -26,7 +26,7 @@ from outrider.actors.drafter.suffix import SuffixProposer
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.cluster.link.messages import Commit, DraftSampling, ProposalStatus
 from tests.unit.drafter.drive import Drive
-from tests.unit.drafting_engine import MemoryEngine
+from tests.unit.drafting_engine import MemoryEngine, lookahead
 
 VOCAB = 2000
 K = 4
@@ -108,7 +108,7 @@ def proposer_of(
     }
     if only in lookups:
         return lookups[only]
-    model = DraftModelProposer(engine, 128, limits, clock=clock)
+    model = DraftModelProposer(engine, 128, limits or lookahead(), clock=clock)
     return LookupDrafters(model, {} if only == MODEL else lookups, clock)
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     words = re.findall(r" ?\w+|\n\s*|.", "".join(path.read_text() for path in sources))
     ids = {word: number for number, word in enumerate(dict.fromkeys(words))}
     text = [ids[word] for word in words]
-    drafter = SuffixProposer(SuffixLimits(), 10_000)
+    drafter = SuffixProposer(SuffixLimits(24, 1.0, 0.1), 10_000)
     others = text[: -(PROMPT + ANSWER)]
     started = time.process_time()
     for number, start in enumerate(range(0, len(others), 512)):

@@ -157,7 +157,7 @@ def main(model: str) -> int:
         report = {"variant": name, "tokens": texts.draws, "problems": texts.problems}
         print(json.dumps({**report, "launches": {**GPU.launches, **graphs}}), flush=True)
         wrong += len(texts.problems)
-        engine.shutdown()
+        engine._core.shutdown()
         no_engine_left()
     return min(wrong, 1)
 

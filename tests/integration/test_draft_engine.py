@@ -1,6 +1,6 @@
 """The draft model's engine under the drafter's policy: real weights, real KV blocks, real draws.
 
-What is drafted ahead, on the main chain and on side branches, with a cut vocabulary, must be what drafting
+What is drafted ahead, on the main line and on side branches, with a cut vocabulary, must be what drafting
 at the last moment gives. The verifier is played by tests/draft_engine_rounds.py, which forces hits, misses and stale
 drafts.
 """

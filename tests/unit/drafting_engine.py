@@ -7,9 +7,15 @@ checks all of it.
 from collections import OrderedDict
 
 from outrider.actors.drafter.engine import Drawn
+from outrider.actors.drafter.planner import LookaheadLimits
 
 VOCAB = 1000
 MASK = VOCAB + 1
+
+
+def lookahead(ahead=True, max_side_branches=12, max_rows=128):
+    """Returns limits, those of a configuration that sets none."""
+    return LookaheadLimits(ahead, max_side_branches, max_rows)
 
 
 def drawn_token(tokens, round_start=0, rank=0):
@@ -143,8 +149,7 @@ class MemoryEngine:
         text = [self._slot(row, position) for position in range(end)]
         if self.bad_after is not None and end >= self.bad_after:
             return Drawn(-1, usable=False)
-        sampling = draw.sampling
-        start = draw.round_start if sampling.mode.samples_q else 0
+        start = draw.round_start if draw.sampling.has_q else 0
         others = tuple((drawn_token(text, start, rank), 0.2 / rank) for rank in range(1, draw.alternatives + 1))
         return Drawn(drawn_token(text, start), confidence=0.7, alternatives=others)
 

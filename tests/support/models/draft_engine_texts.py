@@ -27,7 +27,7 @@ def main(model, target):
         method="draft_model", model=model, dtype="float32", max_model_len=512, kv_cache_memory_bytes=64 << 20
     )
     engine = DraftEngine(drafter_vllm_config(config, None, None), in_process=True)
-    proposer = DraftModelProposer(engine, 64, LookaheadLimits(ahead=False))
+    proposer = DraftModelProposer(engine, 64, LookaheadLimits(False, 12, 128))
     tokenizer, plain = AutoTokenizer.from_pretrained(target), AutoModelForCausalLM.from_pretrained(model).float()
     drafts, wanted = [], []
     for handle, prompt in enumerate(PROMPTS):

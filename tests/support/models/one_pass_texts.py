@@ -20,6 +20,7 @@ def main(model):
     from transformers import AutoModelForCausalLM
 
     from outrider.actors.drafter.draft_model import DraftModelProposer
+    from outrider.actors.drafter.planner import LookaheadLimits
     from outrider.actors.vllm_adapter.draft_engine import DraftEngine
     from outrider.actors.vllm_adapter.engine_args import drafter_vllm_config
     from outrider.cluster.config import DraftModelConfig
@@ -34,7 +35,7 @@ def main(model):
     vllm_config = drafter_vllm_config(config, None, None)
     engine = DraftEngine(vllm_config, in_process=True, parallel_drafting=config.parallel_drafting)
     clock = itertools.count().__next__  # or what rows cost here would decide which side branches there are
-    proposer = DraftModelProposer(engine, 64, clock=clock, one_pass=engine.one_pass)
+    proposer = DraftModelProposer(engine, 64, LookaheadLimits(True, 12, 128), clock=clock, one_pass=engine.one_pass)
     plain = AutoModelForCausalLM.from_pretrained(model).float()
     report = {"one_pass": engine.one_pass}
 

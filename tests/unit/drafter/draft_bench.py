@@ -6,7 +6,7 @@ from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.cluster.link.messages import Commit, DraftSampling, ProposalStatus
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.drive import Drive
-from tests.unit.drafting_engine import MASK, MemoryEngine, continuation, drawn_token, one_pass_continuation
+from tests.unit.drafting_engine import MASK, MemoryEngine, continuation, drawn_token, lookahead, one_pass_continuation
 
 GREEDY = DraftSampling()
 SAMPLED = DraftSampling(Mode.REJECTION, temperature=0.8, seed=5, top_n=3)
@@ -19,7 +19,9 @@ class Bench:
     def __init__(self, limits=None, chunk=16, kind_of_engine=MemoryEngine, one_pass=False, **engine):
         self.engine, self.chunk, self.one_pass = kind_of_engine(**engine), chunk, one_pass
         clock = itertools.count().__next__
-        self.proposer = Drive(DraftModelProposer(self.engine, chunk, limits, clock=clock, one_pass=one_pass))
+        self.proposer = Drive(
+            DraftModelProposer(self.engine, chunk, limits or lookahead(), clock=clock, one_pass=one_pass)
+        )
         self.texts = {}
 
     def open(self, key, tokens, sampling=GREEDY, k=4):

@@ -3,10 +3,10 @@
 import pytest
 
 from outrider.actors.drafter.model_sequence import CATCH_UP_TOKENS, DraftChain, SideBranch
-from outrider.actors.drafter.planner import BranchBlocks, LookaheadLimits
+from outrider.actors.drafter.planner import BranchBlocks
 from outrider.cluster.link.messages import ProposalStatus
 from tests.unit.drafter.draft_bench import KEY, OTHER, Bench, ids
-from tests.unit.drafting_engine import MemoryEngine, drawn_token
+from tests.unit.drafting_engine import MemoryEngine, drawn_token, lookahead
 
 SIZE = 4
 """Tokens in a block."""
@@ -44,7 +44,7 @@ def test_no_copy_goes_into_blocks_that_were_freed_before_it_was_made():
     assert engine.num_free_blocks == 15
 
 
-def test_a_branch_that_becomes_the_main_chain_is_copied_back_as_far_as_it_is_computed():
+def test_a_branch_that_becomes_the_main_line_is_copied_back_as_far_as_it_is_computed():
     engine, branches, side, (own,) = allocated(9, 20)
     branches.take_copies()
     side.chain.num_computed = 13
@@ -63,7 +63,7 @@ def test_a_branch_without_room_takes_nothing():
 
 
 def test_no_text_takes_the_block_that_a_running_one_goes_on_with():
-    bench = Bench(LookaheadLimits(ahead=False), num_blocks=20, block_size=SIZE).opened(range(12))
+    bench = Bench(lookahead(ahead=False), num_blocks=20, block_size=SIZE).opened(range(12))
     bench.commit(KEY, [1], k=1)
     bench.settle()
     free = bench.engine.num_free_blocks
@@ -80,7 +80,7 @@ def test_no_text_takes_the_block_that_a_running_one_goes_on_with():
 @pytest.mark.parametrize("accepted", [0, 1, 2, 4])
 def test_what_was_drafted_in_place_of_another_token_is_fed_again(accepted):
     """KV is kept up to the last token that the target and the drafts have in common."""
-    bench = Bench(LookaheadLimits(max_side_branches=0)).opened()
+    bench = Bench(lookahead(max_side_branches=0)).opened()
     bench.commit(KEY, [999])
     drafts = ids(bench.settle()[0])
     base = len(bench.texts[KEY])

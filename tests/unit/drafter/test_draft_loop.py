@@ -25,7 +25,7 @@ from outrider.cluster.link.messages import (
 from outrider.cluster.modes import Mode
 from tests.support.clock import Clock
 from tests.unit.drafter.scripted_proposer import FORESEEN, SOON_S, FakeProposer, Sink
-from tests.unit.drafting_engine import MemoryEngine
+from tests.unit.drafting_engine import MemoryEngine, lookahead
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -136,8 +136,8 @@ def test_the_answers_of_one_delivery_are_one_frame(loop, link):
 
 STRATEGIES = {
     "ngram": lambda: NgramProposer(2, 4),
-    "suffix": lambda: SuffixProposer(SuffixLimits(), 10, 4096),
-    "draft_model": lambda: DraftModelProposer(MemoryEngine(), 64),
+    "suffix": lambda: SuffixProposer(SuffixLimits(24, 1.0, 0.1), 10, 4096),
+    "draft_model": lambda: DraftModelProposer(MemoryEngine(), 64, lookahead()),
 }
 
 

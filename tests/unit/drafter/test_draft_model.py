@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.cluster.link.messages import DraftOrigin, ProposalStatus
 from tests.unit.drafter.draft_bench import GREEDY, KEY, OTHER, SAMPLED, Bench, ids
-from tests.unit.drafting_engine import drawn_token
+from tests.unit.drafting_engine import drawn_token, lookahead
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
@@ -41,7 +40,7 @@ def test_a_main_line_hit_is_answered_without_a_step(sampling):
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_side_branch_hit_is_answered_without_a_step_and_goes_on_as_the_main_line(sampling, accepted, rank):
     samples_q = sampling is SAMPLED
-    bench = Bench(LookaheadLimits(max_side_branches=20)).opened(sampling=sampling)
+    bench = Bench(lookahead(max_side_branches=20)).opened(sampling=sampling)
     bench.commit(KEY, [999])
     (answer,) = bench.settle()
     for _ in range(6):
@@ -55,7 +54,7 @@ def test_a_side_branch_hit_is_answered_without_a_step_and_goes_on_as_the_main_li
 
 
 def test_the_outcomes_that_are_likeliest_get_the_branches():
-    bench = Bench(LookaheadLimits(max_side_branches=3)).opened()
+    bench = Bench(lookahead(max_side_branches=3)).opened()
     bench.commit(KEY, [999])
     bench.settle()
     sides = bench.proposer.sequences[KEY].sides
@@ -65,7 +64,7 @@ def test_the_outcomes_that_are_likeliest_get_the_branches():
 
 
 def test_without_lookahead_nothing_runs_between_commits():
-    bench = Bench(LookaheadLimits(ahead=False)).opened()
+    bench = Bench(lookahead(ahead=False)).opened()
     bench.commit(KEY, [999])
     (answer,) = bench.settle()
     assert ids(answer) == bench.drafts(KEY)
@@ -144,7 +143,7 @@ def test_any_order_of_commits_and_steps_gives_the_models_own_drafts(seed, one_pa
     """Commits that arrive while a step runs, verifiers that use fewer drafts than they got or go on without, requests
     that come and go, and a KV cache that is sometimes too small."""
     rng = random.Random(seed)
-    limits = LookaheadLimits(max_side_branches=rng.choice([0, 2, 8]), max_rows=rng.choice([3, 8, 64]))
+    limits = lookahead(max_side_branches=rng.choice([0, 2, 8]), max_rows=rng.choice([3, 8, 64]))
     memory = {"num_blocks": rng.choice([40, 2000]), "max_model_len": 120}
     bench = Bench(limits, chunk=rng.choice([8, 64]), one_pass=one_pass, **memory)
     sampling, proposed, waiting = {}, {}, set()
@@ -207,7 +206,7 @@ def test_any_order_of_commits_and_steps_gives_the_models_own_drafts(seed, one_pa
 
 @pytest.mark.parametrize("prompt_len", [100, 3000], ids=["at once", "between steps"])
 def test_every_row_is_of_the_request_s_adapter_and_blocks_are_cached_for_it_and_its_tenant(prompt_len):
-    bench = Bench(LookaheadLimits(max_side_branches=2), max_model_len=4096, num_blocks=2000)
+    bench = Bench(lookahead(max_side_branches=2), max_model_len=4096, num_blocks=2000)
     asked = {(1, 1): replace(GREEDY, adapter=2, tenant=7), (1, 2): GREEDY}
     for key, sampling in asked.items():
         bench.open(key, range(prompt_len), sampling)

@@ -12,13 +12,12 @@ from outrider.actors.drafter.actor import Drafter
 from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.load import load_proposer
 from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.vocabulary import VOCABULARY_FILE, DraftVocabulary
 from outrider.cluster.config import ConfigError, DraftModelConfig, SpeculationConfig
 from outrider.cluster.link import LinkAddress, LinkError, LinkInvitation
 from outrider.cluster.link.messages import Commit, ProposalStatus
 from tests.unit.drafter.draft_bench import KEY, OTHER, Bench, ids
-from tests.unit.drafting_engine import VOCAB, MemoryEngine
+from tests.unit.drafting_engine import VOCAB, MemoryEngine, lookahead
 
 
 def test_long_prompts_are_prefilled_in_chunks_and_announced():
@@ -113,7 +112,7 @@ def test_one_prompt_may_take_all_the_room_there_is():
 
 
 def test_side_branches_yield_to_texts():
-    bench = Bench(LookaheadLimits(max_side_branches=20), num_blocks=14).opened()
+    bench = Bench(lookahead(max_side_branches=20), num_blocks=14).opened()
     bench.commit(KEY, [999])
     bench.settle()
     assert bench.proposer.usage()["num_side_branches"] > 0
@@ -155,7 +154,7 @@ def test_bad_logits_end_the_drafts_and_nothing_else():
 
 
 def test_the_memory_of_lookahead_is_bounded_and_comes_back():
-    bench = Bench(LookaheadLimits(max_side_branches=5))
+    bench = Bench(lookahead(max_side_branches=5))
     for index in range(20):
         bench.open((1, index), range(index, index + 30))
     bench.settle()
@@ -225,7 +224,7 @@ def test_a_head_is_cut_to_no_more_than_what_both_tokenizers_have(loaded, monkeyp
 
 
 def test_a_head_is_cut_to_what_the_drafter_was_trained_on(loaded, monkeypatch, tmp_path):
-    monkeypatch.setattr(load, "_LEAST_CUT", 4)
+    monkeypatch.setattr(load, "_MIN_CUT_VOCAB_SIZE", 4)
     (tmp_path / VOCABULARY_FILE).write_text(json.dumps([5, 90, 70, 60, 50]))
     assert loaded(model=tmp_path).token_ids == [5, 50, 60, 70, 90]
     assert loaded(model=tmp_path, draft_vocab_size=6).token_ids == [0, 5, 50, 60, 70, 90]
@@ -249,7 +248,7 @@ def invitation(vocab_size, vocabulary=()):
 
 
 def test_a_link_to_a_target_of_another_size_is_taken_and_its_tokens_alone_are_drawn():
-    proposer = DraftModelProposer(MemoryEngine(), 16, vocabulary=DraftVocabulary(VOCAB, 20))
+    proposer = DraftModelProposer(MemoryEngine(), 16, lookahead(), vocabulary=DraftVocabulary(VOCAB, 20))
     drafter = Drafter.__new__(Drafter)
     drafter._loop, drafter._app_name, drafter._vocabulary = DraftLoop(proposer), "outrider", ()
     for size in (VOCAB + 128, VOCAB - 128):
@@ -264,7 +263,7 @@ def test_a_link_to_a_target_of_another_size_is_taken_and_its_tokens_alone_are_dr
 def test_a_target_of_another_tokenizer_is_refused_and_told_why():
     """Where nobody compared the checkpoints before; one that has nothing to compare is linked to."""
     drafter = Drafter.__new__(Drafter)
-    drafter._loop, drafter._app_name = DraftLoop(DraftModelProposer(MemoryEngine(), 16)), "outrider"
+    drafter._loop, drafter._app_name = DraftLoop(DraftModelProposer(MemoryEngine(), 16, lookahead())), "outrider"
     drafter._vocabulary = ("a", "b", "c")
     with pytest.raises(ValueError, match=r"drafter\.model: its tokenizer is not the target's: 2 of 3 blocks"):
         drafter.accept_link(invitation(VOCAB, ("a", "x", "y")), 0.1)

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.cluster.link.messages import ProposalStatus
 from tests.unit.drafter.draft_bench import Bench, ids
 from tests.unit.drafter.played_targets import K, PlayedTargets
+from tests.unit.drafting_engine import lookahead
 
 STEP_S = 0.006
 """What a step of a draft model of 8B parameters takes."""
@@ -30,13 +30,13 @@ def test_a_short_prompt_is_not_held_back_by_another_links_long_ones():
 
 
 def test_a_link_with_more_rows_than_a_step_holds_does_not_hold_back_another():
-    targets = PlayedTargets(LookaheadLimits(max_rows=16))
+    targets = PlayedTargets(lookahead(max_rows=16))
     for request in range(120):
         targets.open((1, request), [request] * 5, acceptance=0.2)
     for request in range(2):
         targets.open((2, request), [request] * 5)
     targets.run(150)
-    alone = PlayedTargets(LookaheadLimits(max_rows=16))
+    alone = PlayedTargets(lookahead(max_rows=16))
     for request in range(2):
         alone.open((2, request), [request] * 5)
     alone.run(150)
@@ -67,7 +67,7 @@ def test_drafts_are_not_starved_by_another_links_prompts(others):
 @pytest.mark.parametrize("seed", range(6))
 def test_no_step_has_room_for_what_is_left_waiting(seed):
     rng = random.Random(seed)
-    limits = LookaheadLimits(max_side_branches=rng.choice([0, 4]), max_rows=rng.choice([5, 32]))
+    limits = lookahead(max_side_branches=rng.choice([0, 4]), max_rows=rng.choice([5, 32]))
     targets = PlayedTargets(limits, rng.choice([20, 64]), seed)
     bench = targets.bench
     for request in range(150):
@@ -93,7 +93,7 @@ def test_no_step_has_room_for_what_is_left_waiting(seed):
 
 
 def test_every_step_begins_with_another_link_and_takes_one_row_of_each_in_turn():
-    bench = Bench(LookaheadLimits(ahead=False, max_rows=3))
+    bench = Bench(lookahead(ahead=False, max_rows=3))
     keys = [(link_id, request) for link_id in (1, 2, 3) for request in range(2)]
     for key in keys:
         bench.open(key, [*key, 5])
@@ -110,7 +110,7 @@ def test_every_step_begins_with_another_link_and_takes_one_row_of_each_in_turn()
 
 
 def test_a_link_that_is_alone_is_served_in_the_order_of_its_commits():
-    bench = Bench(LookaheadLimits(ahead=False, max_rows=2))
+    bench = Bench(lookahead(ahead=False, max_rows=2))
     keys = [(1, request) for request in range(5)]
     for key in keys:
         bench.open(key, [*key, 5])

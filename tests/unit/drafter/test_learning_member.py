@@ -12,7 +12,7 @@ from outrider.actors.learning.training_samples import SampleCollector
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, TrainingSample
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.scripted_proposer import Sink
-from tests.unit.drafting_engine import MemoryEngine
+from tests.unit.drafting_engine import MemoryEngine, lookahead
 
 LINK = 1
 BASE = "the drafter's own checkpoint"
@@ -25,13 +25,13 @@ class PlayedTrainer:
         self.heard, self.held = [], []
         self.fails = False
 
-    def exchange(self, report, taught):
+    def exchange(self, report, texts):
         self.refused = report.refused
         if self.fails:
             raise ConnectionError("gone")
         held = report.held
         self.held.append(held)
-        self.heard += taught
+        self.heard += texts
         new = held != self.version and not (held is None and self.version[1] == 0)
         return Update(self.version, self.learned_from, {"steps": 1}, [self.weights] if new else [])
 
@@ -55,8 +55,8 @@ class Drafting:
 
     def __init__(self):
         self.engine = MemoryEngine()
-        self.proposer = DraftModelProposer(self.engine, 64)
-        self.loop = DraftLoop(self.proposer, lessons=SampleCollector())
+        self.proposer = DraftModelProposer(self.engine, 64, lookahead())
+        self.loop = DraftLoop(self.proposer, training_samples=SampleCollector())
         self.sink = Sink()
         self.loop.attach(LINK, self.sink)
         self.trainer = PlayedTrainer()

@@ -3,12 +3,12 @@ nothing is kept."""
 
 import pytest
 
-from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.cluster.config import ConfigError
 from outrider.cluster.link.messages import DraftOrigin, DraftSampling
 from outrider.cluster.modes import Mode
 from outrider.cluster.vocabulary import MASK_TOKENS, mask_token
 from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED, Bench, ids
+from tests.unit.drafting_engine import lookahead
 
 K = 4
 COUPLED = DraftSampling(Mode.COUPLED, temperature=0.8, seed=5, top_n=0)
@@ -22,7 +22,7 @@ def sampling(request):
 
 def first_round(sampling, **options):
     """A bench whose first round is proposed, with nothing drafted ahead yet, and the answer."""
-    bench = Bench(LookaheadLimits(max_side_branches=20), one_pass=True, **options).opened(sampling=sampling)
+    bench = Bench(lookahead(max_side_branches=20), one_pass=True, **options).opened(sampling=sampling)
     bench.engine.plans.clear()
     assert bench.commit(KEY, [999]) == []
     return bench, bench.step()[0]

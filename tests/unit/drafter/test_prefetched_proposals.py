@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from outrider.cluster.modes import Mode
 from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED, Bench, ids
 from tests.unit.drafter.drive import Drive, prompt_of
 from tests.unit.drafter.scripted_proposer import Sink
-from tests.unit.drafting_engine import MemoryEngine, continuation, drawn_token
+from tests.unit.drafting_engine import MemoryEngine, continuation, drawn_token, lookahead
 
 PROMPT = [1, 2, 3]
 COUPLED = DraftSampling(Mode.COUPLED, temperature=0.8, seed=5, top_n=0)
@@ -45,7 +46,7 @@ class Foreseeing(Bench):
         return list(ahead.token_ids[:k])
 
 
-@pytest.fixture(params=[GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.fixture(params=[GREEDY, COUPLED, replace(SAMPLED, top_n=0)], ids=["greedy", "coupled", "one-hot q"])
 def bench(request):
     return Foreseeing().opened(PROMPT, request.param)
 
@@ -115,7 +116,7 @@ def test_drafts_with_a_q_are_answered_and_never_sent_ahead():
 
 def test_where_somebody_decides_at_each_commit_who_answers_nothing_is_sent_ahead():
     clock = itertools.count().__next__
-    model = DraftModelProposer(MemoryEngine(), 16, clock=clock)
+    model = DraftModelProposer(MemoryEngine(), 16, lookahead(), clock=clock)
     drive = Drive(LookupDrafters(model, {"ngram": NgramProposer(2, 4)}, clock))
     drive.open(KEY, PROMPT)
     drive.work_off()
@@ -125,7 +126,7 @@ def test_where_somebody_decides_at_each_commit_who_answers_nothing_is_sent_ahead
 
 
 def test_the_loop_sends_them_counts_them_and_answers_no_commit_that_has_them():
-    loop = DraftLoop(DraftModelProposer(MemoryEngine(), 16))
+    loop = DraftLoop(DraftModelProposer(MemoryEngine(), 16, lookahead()))
     sink = Sink()
     loop.attach(1, sink)
     loop.deliver(1, [prompt_of(KEY, PROMPT)])

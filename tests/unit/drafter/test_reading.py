@@ -30,7 +30,7 @@ LONG = [token % 50 for token in range(5000)]
 
 STRATEGIES = {
     "ngram": lambda: NgramProposer(2, 4),
-    "suffix": lambda: SuffixProposer(SuffixLimits(), 10, 4096),
+    "suffix": lambda: SuffixProposer(SuffixLimits(24, 1.0, 0.1), 10, 4096),
 }
 
 

@@ -10,7 +10,7 @@ from tests.unit.drafter.drive import Drive, Told
 
 KEY, OTHER = (1, 1), (2, 7)
 GREEDY = DraftSampling()
-LIMITS = SuffixLimits()
+LIMITS = SuffixLimits(24, 1.0, 0.1)
 
 
 def proposer(max_requests=10):

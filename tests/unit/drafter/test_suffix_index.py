@@ -7,7 +7,7 @@ import pytest
 from outrider.actors.drafter.suffix_index import SEPARATOR, SuffixIndex, SuffixLimits, best_path
 
 DEPTH = 24
-LIMITS = SuffixLimits()
+LIMITS = SuffixLimits(24, 1.0, 0.1)
 
 
 def indexed(*texts):
@@ -71,7 +71,7 @@ def test_texts_do_not_run_into_each_other():
     assert best_path(index, [1, 2, 3, 4], 4, LIMITS, is_the_text=False).token_ids == []
     assert best_path(index, [3, 4, 5, 6], 4, LIMITS, is_the_text=False).token_ids == [7, 8]
     assert [found.match_len for found in index.occurrences([3, 4, 5, 6])] == [2]
-    far = SuffixLimits(max_spec_factor=4)
+    far = SuffixLimits(24, 4, 0.1)
     assert best_path(index, [1, 2], 8, far, is_the_text=False).token_ids == [3, 4]
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from outrider.actors.learning.texts import MAX_TEXT_TOKENS
-from outrider.actors.learning.training_samples import TAUGHT_AT_ONCE, SampleCollector
+from outrider.actors.learning.training_samples import MAX_PART_TOKENS, SampleCollector
 from outrider.cluster.link.messages import TrainingSample
 
 KEY, WIDTH = (1, 7), 4
@@ -44,10 +44,10 @@ def test_a_part_is_complete_when_it_is_long_or_the_text_ends():
     text = list(range(1, 400))
     assert taught_of(text, lesson(5, 2), end=False) == []
     kept = SampleCollector()
-    for position in range(5, 5 + TAUGHT_AT_ONCE, 2):
+    for position in range(5, 5 + MAX_PART_TOKENS, 2):
         kept.add(KEY, text, lesson(position, 2), greedy=False)
     (part,) = kept.take()
-    assert len(part.top_ids) == TAUGHT_AT_ONCE
+    assert len(part.top_ids) == MAX_PART_TOKENS
     assert part.sample
     assert kept.take() == []
 

@@ -14,7 +14,7 @@ from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.cluster.link.messages import Commit, DraftSampling, Open, Proposals, ProposalStatus
 from tests.unit.drafter.scripted_proposer import SOON_S, Sink
-from tests.unit.drafting_engine import VOCAB, MemoryEngine, continuation
+from tests.unit.drafting_engine import VOCAB, MemoryEngine, continuation, lookahead
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -77,7 +77,7 @@ def at_rest(loop):
 def test_a_swap_costs_each_request_one_round_at_most(misses):
     """A swap takes as long as a round of the target's here: what was drafted ahead is sent meanwhile."""
     engine = SlowToLoad()
-    proposer = DraftModelProposer(engine, 64)
+    proposer = DraftModelProposer(engine, 64, lookahead())
     loop = DraftLoop(proposer)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()

@@ -4,10 +4,9 @@ import pytest
 
 from outrider.actors.drafter.draft_model import DraftModelProposer
 from outrider.actors.drafter.outcomes import StepCost
-from outrider.actors.drafter.planner import LookaheadLimits
 from tests.unit.drafter.draft_bench import KEY, Bench, ids
 from tests.unit.drafter.drive import Drive
-from tests.unit.drafting_engine import MemoryEngine, drawn_token
+from tests.unit.drafting_engine import MemoryEngine, drawn_token, lookahead
 
 STEP_S, ROW_S = 6e-3, 30e-6
 ROUND_S = 25e-3
@@ -37,7 +36,7 @@ class TimedBench(Bench):
     def __init__(self, num_blocks=200, **limits):
         super().__init__()
         self.engine = TimedEngine(num_blocks=num_blocks)
-        model = DraftModelProposer(self.engine, self.chunk, LookaheadLimits(**limits), clock=lambda: self.engine.now)
+        model = DraftModelProposer(self.engine, self.chunk, lookahead(**limits), clock=lambda: self.engine.now)
         self.proposer = Drive(model)
         self.sent = {}
 

@@ -140,6 +140,7 @@ class Engine:
         link_deadline_ms=60_000.0,
         lengths=None,
         num_paths=1,
+        draft_top_n=2,
         **options,
     ):
         self.now, self._number = 0.0, 0
@@ -152,7 +153,7 @@ class Engine:
         self.verified = []
         """The drafts and q of each choice, by request."""
 
-        deployment = replace(DEPLOYMENT, num_paths=num_paths)
+        deployment = replace(DEPLOYMENT, num_paths=num_paths, draft_top_n=draft_top_n)
         self.round = Round(self._choose, deployment, config, self.lengths, clock=lambda: self.now, **options)
         self.drafter = self.round._drafter
         self.link = None if answer is None else self.offer(answer)

@@ -99,14 +99,15 @@ def test_none_is_taken_where_no_drafts_are_wanted(engine):
     assert (drafts, commit.num_wanted, commit.has_drafts) == ([[]], 0, False)
 
 
-def test_where_drafts_are_sampled_none_is_believed_without_its_q():
-    engine = Engine(silent)
+@pytest.mark.parametrize(("top_n", "expected"), [(2, ([[]], False)), (0, ([[11, 12, 13, 14]], True))])
+def test_where_drafts_are_sampled_none_is_believed_without_its_q(top_n, expected):
+    engine = Engine(silent, draft_top_n=top_n)
     handle = opened(engine, of=params(temperature=1.0))
     engine.commit({"a": [8]})
     engine.hear(Proposals(handle, BASE, [1, 2], ProposalStatus.OK))
     engine.link.arrive(ahead(engine))
     drafts, commit = outcome(engine)
-    assert (drafts, commit.has_drafts) == ([[]], False)
+    assert (drafts, commit.has_drafts) == expected
 
 
 def test_a_life_of_a_request_that_is_over_leaves_nothing_to_the_next(engine):

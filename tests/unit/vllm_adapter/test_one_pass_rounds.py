@@ -49,7 +49,7 @@ def fresh(text: list[int], draws: list[Draw]) -> list[Drawn]:
 
 
 def outcome(rng: random.Random, sequence: Any, drafts: list[int]) -> list[int]:
-    """What the verifier commits: what the main chain or a side branch assumes, or another token."""
+    """What the verifier commits: what the main line or a side branch assumes, or another token."""
     base, kind = sequence.committed_len, rng.randrange(3)
     if kind == 0 and sequence.num_drafted > len(drafts):
         return sequence.main.ids(base, base + len(drafts) + 1)
