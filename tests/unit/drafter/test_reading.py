@@ -104,7 +104,7 @@ def test_a_prompt_and_what_was_committed_meanwhile_are_one_text(proposer):
     assert proposer.commit(KEY, Commit(1, 5004, [700, 701], 2, 2))[0].status is ProposalStatus.NOT_READY
     assert proposer.work_off() == [
         Told(KEY, 5006, [], ProposalStatus.READY),
-        Told(KEY, 5006, [702, 5], ProposalStatus.OK, origin=DraftOrigin.MISS),
+        Told(KEY, 5006, [702, 5], ProposalStatus.OK, origin=DraftOrigin.MAIN_LINE),
     ]
     assert proposer.commit(KEY, Commit(1, 5006, [702], 1, 1))[0].token_ids == [5]
     assert proposer.usage()["num_prefilling"] == 0
