@@ -100,7 +100,8 @@ def alike(mine, theirs):
 
 def play(rng, ahead, at_once, sampling, request):
     """Returns the number of answers that agree, the differences, answers by origin, and what was drafted."""
-    prompt = [rng.randrange(20) for _ in range(rng.choice([5, 31, 32, 33, 70]))]
+    # One of CATCH_UP_TOKENS is read with the first commit, and would be answered NOT_READY by the second drafter alone.
+    prompt = [rng.randrange(20) for _ in range(rng.choice([5, CATCH_UP_TOKENS - 1, CATCH_UP_TOKENS + 1, 70]))]
     ahead.open(request, prompt, sampling)
     at_once.open(request, prompt, sampling)
     length, drafts = len(prompt), []
@@ -188,6 +189,7 @@ def main(model, section):
 if __name__ == "__main__":
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from outrider.actors.drafter.draft_model import DraftModelProposer
+    from outrider.actors.drafter.model_sequence import CATCH_UP_TOKENS
     from outrider.actors.drafter.planner import LookaheadLimits
     from outrider.actors.drafter.vocabulary import DraftVocabulary
     from outrider.cluster.link.messages import Commit, DraftSampling, Open, Proposals
