@@ -93,7 +93,7 @@ def test_a_start_ends_whose_own_drafters_process_dies_whenever_it_loads(models: 
     with drafters_die():
         done = subprocess.run(
             command("serve", str(config), "--grpc-port", "0", "--http-port", "0"),
-            capture_output=True, text=True, timeout=HANG_GUARD_S, check=False, cwd=Path(__file__).parents[2],
+            capture_output=True, text=True, timeout=2 * HANG_GUARD_S, check=False, cwd=Path(__file__).parents[2],
         )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
     assert DIED in done.stderr.splitlines()[-1], done.stderr[-3000:]
