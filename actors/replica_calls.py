@@ -66,9 +66,6 @@ class GenerationRequest(MayHaveDeadline):
     caller: int = 0
     """A hash, 64 bits, of the key or address that sent it; 0: unknown. Request ids are each caller's own."""
 
-    learns: bool = True
-    """A drafter that learns may do so from its answer, and one that remembers answers may remember it."""
-
     cache_salt: str | None = None
     """Prompts share cached blocks with prompts of the same salt only."""
 

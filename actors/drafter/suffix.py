@@ -124,7 +124,7 @@ class SuffixProposer(LookupProposer[SuffixSequence]):
 
     def close(self, sequence: SuffixSequence) -> None:
         super().close(sequence)
-        if sequence.sampling.remembered and sequence.committed_len > sequence.answer_start:
+        if sequence.committed_len > sequence.answer_start:
             context_start = max(0, sequence.answer_start - self.limits.max_tree_depth)
             self._answers.add(sequence.text[context_start:], sequence.seed, sequence.sampling.tenant)
 

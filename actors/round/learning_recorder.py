@@ -54,7 +54,6 @@ class LearningRecorder:
             request.max_drafts > 0
             and not adapter
             and not shows_pictures
-            and carried(request.params).get("learn", True)
             and not carried(request.params).get("tenant", 0)
             and not changes_logits(request.params)
         )

@@ -102,7 +102,6 @@ def as_drafted(sampling: DraftSampling, params: Any, top_n: int, vocab_size: int
         biases=biases,
         only_biased=only_biased,
         tenant=carried(params).get("tenant", 0),
-        remembered=bool(carried(params).get("learn", True)),
     )
 
 

@@ -129,8 +129,8 @@ class Ingress(HandleCalls, HealthCalls):
     ) -> pb.AbortRequestResponse:
         """Aborts one of the caller's own requests, of either API.
 
-        The target is asked first, since its answer counts what was generated. A request that waits for a replica is
-        aborted in the ingress that holds it.
+        The target is asked first, because the engine's abort returns the output with its usage. A request that waits
+        for a replica is aborted in the ingress that holds it.
         """
         with handled_rpc(grpc_context, "AbortRequest"):
             owner = self._owner(grpc_context)

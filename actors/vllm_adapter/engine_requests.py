@@ -59,7 +59,7 @@ def sampling_params(
     """
     settings = dict(request.sampling)
     try:
-        TokenizeParams(
+        TokenizeParams(  # for its checks alone
             max_total_tokens=max_model_len,
             max_output_tokens=settings.get("max_tokens", 0),
             max_total_tokens_param="max_model_len",
@@ -93,8 +93,6 @@ def _round_options(request: GenerationRequest) -> dict[str, Any]:
         ours["tenant"] = request.tenant
     if request.caller:
         ours["caller"] = request.caller
-    if not request.learns:
-        ours["learn"] = False
     if request.verification is not None:
         ours["verification"] = request.verification
     if (left_s := request.seconds_left()) is not None:

@@ -33,8 +33,8 @@ _READY_AMONG_OTHERS_S = 2.0
 """Used instead where another drafter may be asked."""
 
 LOST_S = 60.0
-"""How long to wait for an answer before a drafter is asked once more. Ray finds calls that went down with a process by
-the time of day, and so does not for an hour where the machine's clock was put back by one."""
+"""How long to wait for an answer before a drafter is asked once more. After the wall clock is set back, Ray may not
+fail the pending calls of a dead actor."""
 
 _LOOK_S = 1.0
 
@@ -51,19 +51,19 @@ class ReplicaIdentity:
 class FailbackPolicy:
     """Decides when a verifier leaves a borrowed drafter for the one that it is assigned.
 
-    That one must have answered every check for a while. The while doubles each time the drafter is left again soon
-    after, so that a verifier does not move back and forth to a drafter that dies of every link.
+    That one must have answered every check for some seconds. Their number doubles each time the drafter is left again
+    soon after, so that a verifier does not move back and forth to a drafter that dies of every link.
     """
 
     FIRST_S, LONGEST_S = 2.0, 300.0
     SETTLED_S = 60.0
-    """A link to the assigned drafter that lasted so long resets the while."""
+    """A link to the assigned drafter that lasted so long resets that number."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pause_s = self.FIRST_S
         self._ready_since: float | None = None
-        self._came_home: float | None = None
+        self._returned_at: float | None = None
 
     def look(self, ready: bool) -> bool:
         """Record whether the assigned drafter answers now, while another one serves. Returns whether to move there."""
@@ -75,11 +75,11 @@ class FailbackPolicy:
             self._ready_since = now
         return now - self._ready_since >= self._pause_s
 
-    def went_home(self) -> None:
-        self._came_home = self._clock()
+    def returned(self) -> None:
+        self._returned_at = self._clock()
 
     def link_ended(self) -> None:
-        since, self._came_home, self._ready_since = self._came_home, None, None
+        since, self._returned_at, self._ready_since = self._returned_at, None, None
         if since is not None and self._clock() - since >= self.SETTLED_S:
             self._pause_s = self.FIRST_S
         elif since is not None:
@@ -132,7 +132,7 @@ class LinkKeeper:
         self._stopping = threading.Event()
         self._broken = threading.Event()
         self._link: Link | None = None
-        self._homing = FailbackPolicy()
+        self._failback = FailbackPolicy()
         self._look_at = 0.0
         self._report = LinkReport(state="connecting")
         self._given_up = ""
@@ -260,7 +260,7 @@ class LinkKeeper:
             if link.broken is None and (another := self._another(drafter)) is not None:
                 return another
         if not self._stopping.is_set():
-            self._homing.link_ended()
+            self._failback.link_ended()
             self._given_up = link.broken or ""
             self._report = replace(self._report, state="down", last_error=self._given_up, backend="")
             logger.warning("link of epoch %d is down: %s", self._report.epoch, link.broken)
@@ -284,7 +284,7 @@ class LinkKeeper:
             if assigned in (None, drafter):
                 return None
             is_ready = self._is_ready(assigned)
-            if not (self._homing.look(is_ready) or (is_ready and assignment.at_once)):
+            if not (self._failback.look(is_ready) or (is_ready and assignment.at_once)):
                 return None
             grant = self._ask_registry("grant", self._verifier(drafter), set(), self._report.epoch)
         except (ray.exceptions.RayError, TimeoutError, ValueError):
@@ -295,9 +295,9 @@ class LinkKeeper:
             link = self._connect(grant)
         except Exception as error:  # noqa: BLE001 - the other drafter serves on
             self._note_failure(error)
-            self._homing.failed()
+            self._failback.failed()
             return None
-        self._homing.went_home()
+        self._failback.returned()
         logger.info("from %s to %s, as assigned", drafter, assigned)
         return link, grant
 

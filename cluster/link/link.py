@@ -1,4 +1,4 @@
-"""A link: one thread that receives from a wire, beats and watches for silence. Whoever posts sends, without waiting.
+"""A link's thread receives from a wire, sends heartbeats and detects timeouts; `post` sends on the caller's thread.
 
 A link breaks once, for one reason, for good. From then on `broken` is that reason, `post` and `ping` raise LinkBroken,
 and `poll` hands out what had arrived whole before the break and then None, at once. `poll` never raises: whoever gets

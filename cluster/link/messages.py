@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from outrider.cluster.modes import MAX_PATHS, Mode
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Part of what both ends of a link must agree on (drafter_registry.fingerprint)."""
 
 MAX_INT31 = 2**31 - 1
@@ -114,7 +114,6 @@ class DraftSampling:
     biases: (token id, added to its logit) pairs, no id twice; float32 on the wire; minus infinity forbids a token.
     only_biased: every token not listed is forbidden.
     tenant: whose memory of answers the drafter may use and add to, 63 bits; 0: everybody's.
-    remembered: False: this answer is not added to it.
     adapter: number of the drafter's own LoRA adapter, counted from 1 as they are configured; 0: none.
     """
 
@@ -128,7 +127,6 @@ class DraftSampling:
     biases: tuple[tuple[int, float], ...] = ()
     only_biased: bool = False
     tenant: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    remembered: bool = True
     adapter: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
 
     @property
@@ -179,8 +177,8 @@ class Commit(_Message, tag=2):
 
     base_committed_len: tokens committed before these, prompt included. The ids travel, so the drafter need not
     remember what was verified.
-    num_wanted: drafts wanted for the next round; 0: none, and no answer. num_on_miss: if this outcome was not foreseen,
-    drafts worth waiting for; with 0 such a commit is answered at once, without drafts.
+    num_wanted: drafts wanted for the next round; 0: none, and no answer. num_on_miss: drafts to
+    compute if no branch drafted ahead matches; 0: such a commit is answered at once, without drafts.
     has_drafts: the verifier has as many already, from a PrefetchedProposal for this outcome, and awaits no answer.
     num_paths: paths wanted for the next round, the main line included; 1: a chain. After a proposal with further paths
     the drafter drafts nothing ahead.

@@ -110,7 +110,7 @@ def test_a_borrowed_drafter_is_left_when_its_own_is_back(keeper):
 
 def test_a_drafter_that_is_about_to_go_is_left_without_a_while(prepared, monkeypatch):
     monkeypatch.setattr(FailbackPolicy, "FIRST_S", 1e6)
-    prepared._homing = FailbackPolicy()
+    prepared._failback = FailbackPolicy()
     prepared._pooled = True
     prepared.members.leave("r1")
     prepared.members.leave("r2")
@@ -168,12 +168,12 @@ def test_a_home_that_is_left_soon_is_gone_to_less_and_less_often(clock):
     waits = []
     for _ in range(12):
         waits.append(looks_until_due(homing, clock))
-        homing.went_home()
+        homing.returned()
         clock.now += FailbackPolicy.SETTLED_S / 2
         homing.link_ended()
     assert waits[:4] == [FailbackPolicy.FIRST_S * 2**n for n in range(4)]
     assert waits[-1] == FailbackPolicy.LONGEST_S
-    homing.went_home()
+    homing.returned()
     clock.now += FailbackPolicy.SETTLED_S
     homing.link_ended()
     assert looks_until_due(homing, clock) == FailbackPolicy.FIRST_S, "that one lasted"

@@ -60,18 +60,6 @@ def test_a_tenants_answers_help_its_own_requests_and_nobody_elses():
             assert told.token_ids == ([first + 3, first + 4, first + 5] if asking == answered else [])
 
 
-@pytest.mark.parametrize("tenant", [0, 7])
-def test_an_answer_that_is_not_to_be_remembered_helps_nobody_and_may_be_helped(tenant):
-    drafter = proposer()
-    said, kept = DraftSampling(tenant=tenant), DraftSampling(tenant=tenant, remembered=False)
-    answer_all(drafter, KEY, [1, 2, 3], range(100, 130), kept)
-    drafter.open((2, 1), [7, 8], 4, said)
-    assert drafter.commit((2, 1), commit((2, 1), 2, [110, 111]))[0].token_ids == []
-    answer_all(drafter, (1, 9), [1, 2, 3], range(50, 80), said)
-    drafter.open((2, 9), [7, 8], 4, kept)
-    assert drafter.commit((2, 9), commit((2, 9), 2, [60, 61]))[0].token_ids == [62, 63]
-
-
 def test_a_draft_ends_where_another_tenants_answer_begins():
     answers = AnswerMemory(10, 4096, LIMITS)
     for tenant in (5, 6, 0, 5):

@@ -64,8 +64,6 @@ EVERY_KIND = [
     open_request(),
     open_request(sampling=DraftSampling()),
     open_request(sampling=DraftSampling(tenant=2**63 - 1)),
-    open_request(sampling=DraftSampling(remembered=False)),
-    open_request(sampling=DraftSampling(tenant=2**63 - 1, remembered=False)),
     open_request(sampling=DraftSampling(adapter=MAX_ADAPTERS)),
     open_request(sampling=drawn(seed=-(2**63)), request=MAX_INT31),
     open_request(sampling=drawn(seed=2**63 - 1, mode=Mode.BLOCK, top_n=MAX_TOP_N)),

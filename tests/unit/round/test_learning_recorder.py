@@ -87,7 +87,6 @@ def test_tokens_of_a_further_path_are_told_with_the_rows_of_that_path():
 
 NOT_LEARNED_FROM = {
     **{name: arrival("a", of=params(temperature=0.0, **{name: value})) for name, value in CHANGED.items()},
-    "no learning": arrival("a", of=params(temperature=0.0, extra_args=asked(learn=False))),
     "a tenant": arrival("a", of=params(temperature=0.0, extra_args=asked(tenant=7))),
     "no drafts": arrival("a", of=params(temperature=0.0, extra_args=asked(num_speculative_tokens=0))),
     "an adapter": dataclasses.replace(arrival("a"), adapter="poet"),

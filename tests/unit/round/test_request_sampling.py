@@ -160,10 +160,3 @@ def test_the_drafter_hears_of_adapters_that_it_has_itself():
         return Request.of("a", params(), [1, 2], deployment, adapter).sampling.adapter
 
     assert [told(adapter) for adapter in ("one", "two", "three", "")] == [1, 2, 0, 0]
-
-
-@pytest.mark.parametrize("ours", [{}, {"tenant": 7}, {"learn": True}, {"learn": False}, {"learn": False, "tenant": 7}])
-def test_the_answer_of_who_is_not_learned_from_is_not_remembered(ours):
-    told = Request.of("a", params(extra_args=asked(**ours)), [1, 2], DEPLOYMENT, "").sampling
-    assert told.remembered is ours.get("learn", True)
-    assert told.tenant == ours.get("tenant", 0), "it is drafted for as others are"
