@@ -69,7 +69,7 @@ FOLDERS = ("ingress", "page")
 FIRST_HALF = {
     "pair", "small_kv", "co_located", "no_drafter", "wide_target", "wide_drafter", "test_drain", "test_draft_engine",
     "pool", "adapters", "adapters_tp2", "test_rolling_deploy", "test_nodes", "test_full_disk",
-    "test_wire", "test_distill",
+    "test_wire", "test_distill", "test_paths",
 }  # fmt: skip
 """Deployments, files and folders that `--half 1` runs. The others take as long, in `make test` and `make test-all`."""
 
