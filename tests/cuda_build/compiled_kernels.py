@@ -54,10 +54,10 @@ def variants() -> Iterator[tuple[str, Any, list[Any], dict[str, Any]]]:
         tiles, count = triton.cdiv(size, TILE), n if has_q else 1
         (logits, *first) = tensors(f32, f32, f32 if threshold else None, *[i64] * 7)
         q_ids, q_probs = tensors(*((i64, f32) if has_q else (None, None)))
-        *scanned, committed, status, accepted = tensors(f32, f32, i32, i32, i64, i64)
+        *scanned, committed, status = tensors(f32, f32, i32, i32, i64)
         yield (
             f"decide {size} tokens, n {count}{' threshold' * threshold}{' q' * has_q}", triton_kernel.decide,
-            [logits, size, *first, q_ids, q_probs, count, *scanned, tiles, committed, status, accepted, 4],
+            [logits, size, *first, q_ids, q_probs, count, *scanned, tiles, committed, status, 4],
             {
                 "HAS_THRESHOLD": threshold, "HAS_Q": has_q, "TILE": TILE, "TILES": triton.next_power_of_2(tiles),
                 "N": triton.next_power_of_2(count),
