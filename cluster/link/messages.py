@@ -177,8 +177,8 @@ class Commit(_Message, tag=2):
 
     base_committed_len: tokens committed before these, prompt included. The ids travel, so the drafter need not
     remember what was verified.
-    num_wanted: drafts wanted for the next round; 0: none, and no answer. num_on_miss: drafts to
-    compute if no branch drafted ahead matches; 0: such a commit is answered at once, without drafts.
+    num_wanted: drafts wanted for the next round; 0: none, and no answer. num_on_miss: drafts to compute
+    if no branch drafted ahead matches; 0: such a commit is answered at once, without drafts.
     has_drafts: the verifier has as many already, from a PrefetchedProposal for this outcome, and awaits no answer.
     num_paths: paths wanted for the next round, the main line included; 1: a chain. After a proposal with further paths
     the drafter drafts nothing ahead.

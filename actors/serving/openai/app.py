@@ -104,7 +104,7 @@ class OpenAIApp:
         begun = False
         try:
             while (part := await parts.get()) is not None:
-                if self._llm.errored and not begun:
+                if not begun and self._llm.errored:
                     raise ReplicaLost(self._replica_id, "its engine is dead")
                 begun = begun or isinstance(part, bytes)
                 yield part

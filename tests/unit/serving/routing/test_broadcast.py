@@ -68,7 +68,7 @@ def test_a_late_and_a_dead_replica_cost_their_own_answer_only():
     handle = Handle(never, dead, answering("b", 1))
     first, *others = ask(handle, timeout_s=0.05)
     assert first == ReplicaReply("b", value=2)
-    assert [reply.replica_id for reply in others] == [None, None]
+    assert [(reply.replica_id, reply.is_late) for reply in others] == [(None, True), (None, False)]
     assert "no answer to double within 0.05 s" in others[0].error
     assert others[1].error == "ConnectionError: gone"
     assert not any(reply.ok for reply in others)
