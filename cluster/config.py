@@ -415,8 +415,10 @@ class CoLocatedConfig(OnTargetConfig):
     """Checkpoint of the draft model or heads, directory or hub id, if the method has one."""
 
     @model_validator(mode="after")
-    def _keeps_the_distribution(self) -> CoLocatedConfig:
+    def _can_be_passed_on(self) -> CoLocatedConfig:
         given = self.model_extra or {}
+        if self.method == "custom_class":
+            raise ValueError("method: custom_class is how Outrider itself drafts in vLLM; name another method")
         synthetic = [key for key in given if key.startswith("synthetic_acceptance") and given[key] is not None]
         if given.get("rejection_sample_method") == "synthetic":
             synthetic.append("rejection_sample_method")
@@ -480,7 +482,8 @@ class SpeculationConfig(Section):
 
     num_paths: int = Field(1, ge=1, le=MAX_PATHS)
     """Paths of a request's draft tree that a step may verify, the main line included; each runs its own rows in the
-    target. 1: a chain. Sampled requests need coupled verification for more than one, structured output has one."""
+    target. 1: a chain. More need a draft model that drafts in one pass. Sampled requests need coupled verification for
+    more than one, structured output has one."""
 
     verification: Literal["rejection", "block", "coupled"] | None = None
     """How drafts of sampled requests are verified; every mode is exact ([exactness.md](exactness.md)). ``coupled``
@@ -820,6 +823,9 @@ class OutriderConfig(Section):
         if self.speculation.num_paths > 1 and not has_trees:
             needs = "needs drafter.method: draft_model and a target without async_scheduling: false or pipeline stages"
             raise ValueError(f"speculation.num_paths: {self.speculation.num_paths} {needs}; leave it out")
+        for name in ("kv_transfer_config", "decode_context_parallel_size"):
+            if self.speculation.num_paths > 1 and self.target.engine_args.get(name) not in (None, 1):
+                raise ValueError(f"target.engine_args.{name}: cannot be used with speculation.num_paths; remove one")
         if isinstance(drafter, CoLocatedConfig):
             self._check_co_located()
         elif drafter is not None and self.link.backend in DEVICE_BACKENDS:

@@ -36,6 +36,7 @@ REFUSED: dict[Side, dict[str, str]] = {
     "target": {
         **_OF_BOTH,
         "max_cpu_loras": _ALL_SLOTS.format("target.engine_args.max_loras"),
+        "reasoning_config": _SAMPLER,
         "per_request_spec_decode_metrics": "each response has these counts already; leave it out",
     },
     "drafter": {
@@ -54,10 +55,7 @@ REFUSED: dict[Side, dict[str, str]] = {
 """Engine arguments that ``engine_args`` does not take, and what to do instead. All others reach vLLM as written."""
 
 REFUSED_ON_CPU = {
-    "enable_expert_parallel": (
-        "vLLM's CPU kernels ignore which experts a rank holds and read beyond them, so that the first request ends in "
-        "a segmentation fault; leave it out on CPU"
-    ),
+    "enable_expert_parallel": "vLLM's CPU kernels read beyond a rank's experts and crash; leave it out on CPU",
 }
 
 FRONTEND_ARGS_ELSEWHERE: dict[str, str] = {

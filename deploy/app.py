@@ -60,8 +60,8 @@ _SURGE_PERCENT = 1
 def build(args: dict[str, Any]) -> Application:
     """Returns the application for Serve's ``args``.
 
-    Either ``config: PRESET_OR_FILE`` or the configuration tree itself. Ports belong to Serve's own ``grpc_options`` and
-    ``http_options`` here.
+    The configuration tree itself, or ``config: PRESET_OR_FILE`` and beside it sections with the keys to change. Ports
+    belong to Serve's own ``grpc_options`` and ``http_options`` here.
 
     Raises ConfigError naming the argument or the configuration field.
     """
@@ -79,11 +79,12 @@ def build(args: dict[str, Any]) -> Application:
 
 def config_from_args(args: dict[str, Any]) -> OutriderConfig:
     """Returns the configuration of Serve's ``args``. Raises ConfigError."""
-    if "config" not in args:
-        return parse_config(args, "args")
-    if unknown := sorted(set(args) - {"config"}):
-        raise ConfigError(f"args.{unknown[0]}: unknown beside args.config; write it into the configuration file")
-    return resolve_config(str(args["config"]))
+    sections = dict(args)
+    given = sections.pop("config", None)
+    tree = {} if given is None else resolve_config(str(given)).model_dump(exclude_unset=True)
+    for name, keys in sections.items():
+        tree[name] = {**(tree.get(name) or {}), **keys} if isinstance(keys, dict) else keys
+    return parse_config(tree, "args")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from outrider.cluster import config
-from outrider.cluster.engine_args import REFUSED
+from outrider.cluster.engine_args import REFUSED, REFUSED_ON_CPU
 
 PATH = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -34,7 +34,8 @@ speculation:
 
 One YAML file has the sections `target`, `drafter`, `speculation`, `link`, `serving` and `openai`. Only `target.model`
 is required. Keys are vLLM's where vLLM has one. An unknown key, or a value that cannot work, stops the start with the
-field's name and the fix. `outrider doctor FILE` tells the same without starting anything.
+field's name and the fix. `outrider doctor FILE` tells the same without starting anything, but for
+what vLLM checks.
 
 Some defaults depend on the device. The table has the CPU's. "Default on GPU" gives the GPU's, none of which has been
 measured yet. A value that you set is never changed. `outrider doctor` shows each chosen value and its reason.
@@ -46,7 +47,7 @@ engine is made. Outrider refuses these by name:
 @REFUSED
 
 Pictures need `target.engine_args: {limit_mm_per_prompt: {image: 2}}` ([apis.md](apis.md#pictures)). vLLM's
-`speculative_config` becomes the `drafter` section unchanged ([methods.md](methods.md#keys)). Arguments of `vllm serve`
+`speculative_config` becomes the `drafter` section ([methods.md](methods.md#keys)). Arguments of `vllm serve`
 for its OpenAI server go into the `openai` section.
 
 A section leaves out keys that an earlier section explains, and names them above its table.
@@ -97,6 +98,7 @@ def _refused() -> str:
     rows = [f"| `{name}` | {reason} |" for name, reason in target.items() if drafter.get(name) == reason]
     for side, own in (("target", target.items() - drafter.items()), ("drafter", drafter.items() - target.items())):
         rows += [f"| `{name}` ({side}) | {reason} |" for name, reason in sorted(own)]
+    rows += [f"| `{name}` | {reason} |" for name, reason in REFUSED_ON_CPU.items()]
     return "\n".join(["| argument | |", "|---|---|", *rows])
 
 

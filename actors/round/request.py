@@ -35,7 +35,6 @@ EXTRA_ARGS_KEY = "outrider"
 - ``verification``: ``rejection``, ``block`` or ``coupled``, the request's own choice;
 - ``tenant``: the memory of answers that a suffix drafter may use and add to, a 63-bit number; default: shared;
 - ``caller``: a number for the request's API key, where requests need one (``actors/round/scheduling.py``);
-- ``learn``: whether a drafter may learn from it and remember its answer for others; default true;
 - ``trace_headers``: W3C headers of the request's span in the target, if it is traced;
 - ``timeout_s``: seconds after its arrival in the scheduler, which then drops the request;
 - ``deadline``: the same on the way through vLLM's serving classes, within one process

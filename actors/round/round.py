@@ -71,8 +71,8 @@ class Arrival:
 class Step:
     """Holds one step of the engine, from its start to its commits.
 
-    num_tokens: scheduled for all requests. drafts: by request, of those that have any. decodes_only: no request of it
-    is in its prefill.
+    num_tokens: scheduled for all requests. drafts: by request or path row, of those that have any. decodes_only: no
+    request of it is in its prefill.
     """
 
     number: int

@@ -106,11 +106,11 @@ class Ingress(HandleCalls, HealthCalls):
         request_id = _named(request)
         with handled_rpc(grpc_context, "Generate", request_id) as trace_headers:
             checked = self._check(request, request_id, grpc_context, trace_headers)
+            grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
             answers = ResponseBuilder(request_id, checked.num_answers)
             async with aclosing(self._rounds(checked)) as rounds:
                 async for output in rounds:
                     answers.add(output)
-            grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
             return answers.response()
 
     async def GenerateStream(

@@ -100,6 +100,8 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     if rows := num_path_rows(config):
         args.setdefault("max_num_active_seqs", config.target.max_num_seqs)
         args["max_num_seqs"] += rows
+        if "max_num_batched_tokens" in args:  # vLLM refuses fewer tokens than requests
+            args["max_num_batched_tokens"] = max(args["max_num_batched_tokens"], args["max_num_seqs"])
     args["pipeline_parallel_size"] = config.target.pipeline_parallel_size
     if config.target.serves_lora:
         args |= _lora_arguments(config.target.max_loras, config.target.max_lora_rank)

@@ -2,9 +2,9 @@
 
 A path row is a request of vLLM's runner that lives for one step. Its tokens are the last committed one and the path's
 drafts; it has the request's sampling parameters and adapter. It shares the request's full KV blocks. The block that
-holds the last committed token is copied, and the ones after it are new, all from a reserve that the scheduler does not
-know. When a path has the most accepted drafts, its tokens become the request's, and its blocks are copied back. So
-neither the attention kernels nor the engine core know of trees.
+the last committed token goes into is copied, unless it is empty, and the ones after it are new, all from a reserve that
+the scheduler does not know. When a path has the most accepted drafts, its tokens become the request's, and its blocks
+are copied back. So neither the attention kernels nor the engine core know of trees.
 
 Every rank does the same in the same order, by the paths and the choices that the Verifier broadcasts.
 """
@@ -31,7 +31,7 @@ else:
     _Scheduler = object
 
 MAX_PATH_ROWS = 32
-"""Most path rows of a step, of all requests together."""
+"""Most rows that the runner's buffers have for paths alone. A step also uses those that no request needs."""
 
 
 def num_path_rows(config: OutriderConfig) -> int:
@@ -137,11 +137,12 @@ class PathRows:
             row_id = f"{request_id}/path-{number}"
             self._rows[row_id] = _Row(request_id, first, private)
             step.add_path(row_id, request_id, path)
+            # An array is copied at once, a list number by number. Some models' M-RoPE positions need a list.
+            text = batch.token_ids_cpu[index, :length]
             scheduled.scheduled_new_reqs.append(
                 NewRequestData(
                     req_id=row_id,
-                    # An array, which is copied at once where a list would be read number by number.
-                    prompt_token_ids=batch.token_ids_cpu[index, :length].copy(),
+                    prompt_token_ids=text.tolist() if state.mm_features else text.copy(),
                     mm_features=state.mm_features,  # M-RoPE positions follow from them; none is encoded again
                     sampling_params=self._params_of(request_id, state),
                     pooling_params=None,

@@ -179,7 +179,8 @@ class TargetEngine:
         self._tokens = PromptTokenizer(self._llm.renderer, self._vocab_size, self._max_model_len, chat_template)
         self._rounds = RoundLog(speculating=vllm_config.speculative_config is not None)
         log_rounds(self._llm.output_processor, self._rounds)
-        self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        scheduler = vllm_config.scheduler_config
+        self._seats = scheduler.max_num_active_seqs or scheduler.max_num_seqs
         self._watching: asyncio.Task[None] | None = None
         self._stands_still: str | None = None
 
@@ -346,7 +347,7 @@ class TargetEngine:
         return {
             "running": float(load.running),
             "waiting": float(load.waiting),
-            "seats": float(self._max_num_seqs),
+            "seats": float(self._seats),
             "waiting_tokens": waiting_tokens,
             "request_tokens": work.request_tokens,
             "tokens_per_s": work.tokens_per_s,

@@ -170,8 +170,10 @@ def engine_arguments(config: OutriderConfig, speculative: Mapping[str, Any] | No
     given = {**target, **target.get("engine_args", {})}
     arguments = {name: value for name, value in given.items() if name in known and value is not None}
     if not gpu:
-        models = 2 if (speculative or {}).get("model") else 1
-        arguments = {"enforce_eager": True, "kv_cache_memory_bytes": models * CPU_KV_CACHE_BYTES, **arguments}
+        kv_cache_bytes = arguments.get("kv_cache_memory_bytes") or CPU_KV_CACHE_BYTES
+        if (speculative or {}).get("model"):
+            kv_cache_bytes += getattr(config.drafter, "kv_cache_memory_bytes", None) or CPU_KV_CACHE_BYTES
+        arguments = {"enforce_eager": True, **arguments, "kv_cache_memory_bytes": kv_cache_bytes}
     return arguments if speculative is None else {**arguments, "speculative_config": dict(speculative)}
 
 

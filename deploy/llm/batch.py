@@ -99,7 +99,7 @@ async def run_batch(config: OutriderConfig, requests: list[BatchRequest], output
     failed = 0
     try:
         app = await OpenAIApp.make(llm, llm.config, "batch")
-        room = asyncio.Semaphore(WAITING_PER_SEAT * llm.vllm_config.scheduler_config.max_num_seqs)
+        room = asyncio.Semaphore(WAITING_PER_SEAT * llm.config.target.max_num_seqs)
         with output.open("a", encoding="utf-8") as file, tqdm(total=len(requests), unit="req", desc="run-batch") as bar:
 
             async def answer(request: BatchRequest) -> int:

@@ -1,6 +1,7 @@
 """What one drafter gives so many targets, by simulation: seconds where the emulation takes hours.
 
     python -m tests.bench.pool_curve --profiles 70b-8b,70b-1b,32b-0.6b --k 4,8,6 --batches 1,8 --plot curve.png
+    python -m tests.bench.pool_curve --profiles 70b-1b,32b-0.6b --k 12 --batches 1 --one-pass --num-paths 8
 
 The drafter's own policy (`DraftModelProposer`) and the targets' own (`LengthController`) play against each other on a
 clock of the simulation's own, with an emulated pair's step times and text. What is not there: vLLM, Ray, the link, and
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from outrider.actors.drafter.model_sequence import ModelSequence
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.proposer import Outgoing
 from outrider.actors.round.length import Estimate, LengthController
-from outrider.cluster.link.messages import Commit, DraftSampling, Open, PrefetchedProposal, ProposalStatus
+from outrider.actors.round.paths import PathBudget
+from outrider.cluster.link.messages import Commit, DraftPath, DraftSampling, Open, PrefetchedProposal, ProposalStatus
 from tests.bench.emulation.measurement import ceiling, sides_of
 from tests.bench.emulation.profiles import PROFILES, TEXTS, Profile
 from tests.bench.emulation.step_time import StepTime
@@ -37,6 +39,9 @@ from tests.bench.emulation.text_process import Text, TokenRange, ranked_tokens
 ROUND_HOST_S, STEP_HOST_S = 0.4e-3, 0.1e-3
 """Beside the devices' times: a round's, and a draft step's. As measured beside a host 16 times as fast."""
 
+PATHS_HOST_S = 0.9e-3
+"""What a round with several paths has more, as measured beside a host 4 times as fast."""
+
 CONFIDENCES = (0.9997, 0.0002, 0.0001)
 """Of a draft and its alternatives, as an emulated model has them."""
 
@@ -44,6 +49,11 @@ RIVALS = ("in-process", "in-process-tp", "in-process-one-pass")
 RIVALS_K = range(1, 17)
 PROMPT_TOKENS = 32
 TOKENS = TokenRange.of(256, 1 << 15, lanes=256)
+MASK = 1 << 15
+
+
+def _drawn(first: int, *others: int) -> Drawn:
+    return Drawn(first, confidence=CONFIDENCES[0], alternatives=tuple(zip(others, CONFIDENCES[1:], strict=True)))
 
 
 class World:
@@ -77,17 +87,14 @@ class PlayedEngine:
         self._world, self._time, self._text = world, time, text
 
     def run(self, plan: StepPlan) -> list[list[Drawn]]:
-        num_tokens = sum(len(row.token_ids) for row in plan.rows)
+        num_tokens = sum(row.num_fed for row in plan.rows)
         self._world.pass_until(self._world.now + self._time.step_ms(num_tokens) / 1e3 + STEP_HOST_S)
-        last = torch.tensor([row.token_ids[-1] for row in plan.rows])
-        positions = torch.tensor([row.start + len(row.token_ids) - 1 for row in plan.rows])
-        ranked = ranked_tokens(last, positions, TOKENS, self._text).tolist()
-        return [
-            [Drawn(first, confidence=CONFIDENCES[0], alternatives=tuple(zip(others, CONFIDENCES[1:], strict=True)))]
-            if row.draws
-            else []
-            for row, (first, *others) in zip(plan.rows, ranked, strict=True)
+        last = [token for row in plan.rows for token in (row.token_ids[-1], *[MASK] * row.num_masks)]
+        positions = [
+            row.start + len(row.token_ids) - 1 + index for row in plan.rows for index in range(1 + row.num_masks)
         ]
+        ranked = iter(ranked_tokens(torch.tensor(last), torch.tensor(positions), TOKENS, self._text, MASK).tolist())
+        return [[_drawn(*next(ranked)) for _ in range(1 + row.num_masks)][: len(row.draws)] for row in plan.rows]
 
     def start(self, request_id: str, token_ids: list[int], sampling: Any) -> int:
         return 0
@@ -122,15 +129,18 @@ class Request:
     sequence: ModelSequence
     estimate: Estimate
     drafts: list[int] = field(default_factory=list)
+    paths: tuple[DraftPath, ...] = ()
     waits: bool = False
 
 
 class Target:
     """One batch, whose requests never end."""
 
-    def __init__(self, link_id: int, batch: int, k: int, time: StepTime, world: World, proposer: Any) -> None:
-        self._time, self._world, self._proposer = time, world, proposer
-        self._lengths = LengthController(k)
+    def __init__(
+        self, link_id: int, batch: int, k: int, num_paths: int, time: StepTime, world: World, proposer: Any
+    ) -> None:
+        self._time, self._world, self._proposer, self._num_paths = time, world, proposer, num_paths
+        self._lengths, self._paths = LengthController(k), PathBudget()
         self.requests: dict[Any, Request] = {}
         self.rounds = self.tokens = 0
         self._wait_s = self._asked_s = self._step_s = self.first_s = 0.0
@@ -159,7 +169,7 @@ class Target:
         if proposals.status is not ProposalStatus.OK or proposals.base_committed_len != request.sequence.committed_len:
             return
         waited_s = self._world.now - self._asked_s
-        request.drafts, request.waits = list(proposals.token_ids), False
+        request.drafts, request.paths, request.waits = list(proposals.token_ids), proposals.paths, False
         self._lengths.observe_answer(
             request.estimate, proposals.origin, len(request.drafts), proposals.step_us / 1e6, waited_s
         )
@@ -167,35 +177,58 @@ class Target:
             self._step()
 
     def _step(self) -> None:
-        num_tokens = sum(1 + len(request.drafts) for request in self.requests.values())
-        self._step_s = self._time.step_ms(num_tokens) / 1e3 + ROUND_HOST_S
-        self._world.at(self._world.now + self._step_s, lambda: self._commit(num_tokens))
+        requests = dict(enumerate(self.requests.values()))
+        drafted = [(number, request.drafts) for number, request in requests.items()]
+        proposed = {str(number): request.paths for number, request in requests.items() if request.paths}
+        if proposed:
+            paths = self._paths.choose(proposed, self._lengths.token_price())
+            drafted += [(int(number), path.token_ids) for number, path in paths]
+            for number in proposed:
+                requests[int(number)].paths = tuple(path for owner, path in paths if owner == number)
+        num_tokens = sum(1 + len(ids) for _, ids in drafted)
+        host_s = ROUND_HOST_S + PATHS_HOST_S * any(request.paths for request in requests.values())
+        self._step_s = self._time.step_ms(num_tokens) / 1e3 + host_s
+        self._world.at(self._world.now + self._step_s, lambda: self._commit(drafted, num_tokens))
 
-    def _commit(self, num_tokens: int) -> None:
+    def _commit(self, drafted: Sequence[tuple[int, list[int]]], num_tokens: int) -> None:
+        """drafted: the number of each row's request, and the row's drafts. The first rows are the main lines."""
         requests = list(self.requests.values())
         self._lengths.observe_step(num_tokens, self._step_s)
-        rows = [[request.sequence.text[-1], *request.drafts] for request in requests]
-        ends = [request.sequence.committed_len for request in requests]
+        rows = [[requests[number].sequence.text[-1], *ids] for number, ids in drafted]
+        ends = [requests[number].sequence.committed_len for number, _ in drafted]
         ids = torch.tensor([token for row in rows for token in row])
         positions = torch.tensor(
             [end - 1 + index for row, end in zip(rows, ends, strict=True) for index in range(len(row))]
         )
         chosen = iter(ranked_tokens(ids, positions, TOKENS)[:, 0].tolist())
-        committed = []
-        for request, row in zip(requests, rows, strict=True):
+        committed: list[list[int]] = []
+        gained = [0] * len(requests)
+        for (number, drafts), row in zip(drafted, rows, strict=True):
             right = list(itertools.islice(chosen, len(row)))
-            accepted = next((i for i, draft in enumerate(request.drafts) if draft != right[i]), len(request.drafts))
-            committed.append(right[: accepted + 1])
+            accepted = next((i for i, draft in enumerate(drafts) if draft != right[i]), len(drafts))
+            if number == len(committed):
+                committed.append(right[: accepted + 1])
+            elif (more := accepted + 1 - len(committed[number])) > 0:
+                committed[number] = right[: accepted + 1]
+                gained[number] += more
+        for request, ids_, more in zip(requests, committed, gained, strict=True):
+            if request.paths:
+                self._paths.observe(sum(path.gain for path in request.paths), more)
             if request.drafts:
-                self._lengths.observe_round(request.estimate, len(request.drafts), accepted)
+                self._lengths.observe_round(request.estimate, len(request.drafts), len(ids_) - 1)
         self.rounds += 1
         self.tokens += sum(map(len, committed))
         self._asked_s = self._world.now
-        lengths = self._lengths.choose([request.estimate for request in requests])
+        trees = self._num_paths > 1 and self._paths.wants_paths(
+            self._lengths.token_price(), self._lengths.round_price()
+        )
+        lengths = self._lengths.choose([request.estimate for request in requests], trees)
         for request, ids_, wanted in zip(requests, committed, lengths, strict=True):
-            request.drafts, request.waits = [], wanted.k > 0
+            request.drafts, request.paths, request.waits = [], (), wanted.k > 0
+            k_miss = min(wanted.k_miss, wanted.k)
+            num_paths = self._num_paths if trees and k_miss else 1
             commit = Commit(
-                request.sequence.key[1], request.sequence.committed_len, ids_, wanted.k, min(wanted.k_miss, wanted.k)
+                request.sequence.key[1], request.sequence.committed_len, ids_, wanted.k, k_miss, num_paths=num_paths
             )
             self._proposer.commit(request.sequence, commit)
         at_hand = self._proposer.outbox.drain()
@@ -207,12 +240,18 @@ class Target:
             self.hear(outgoing)
 
 
-def simulate(profile: Profile, text: Text, num_targets: int, batch: int, k: int, rounds: int) -> tuple[float, float]:
+def simulate(
+    profile: Profile, text: Text, num_targets: int, batch: int, k: int, rounds: int, one_pass: bool, num_paths: int
+) -> tuple[float, float]:
     """Tokens a second of one target on average, and a round's tokens of one request."""
     world = World()
     engine = PlayedEngine(world, profile.drafter, text)
-    proposer = DraftModelProposer(engine, 2048, LookaheadLimits(True, 12, 128), clock=lambda: world.now)
-    targets = [Target(link_id, batch, k, profile.target, world, proposer) for link_id in range(1, num_targets + 1)]
+    proposer = DraftModelProposer(
+        engine, 2048, LookaheadLimits(True, 12, 128), clock=lambda: world.now, one_pass=one_pass
+    )
+    targets = [
+        Target(link_id, batch, k, num_paths, profile.target, world, proposer) for link_id in range(1, num_targets + 1)
+    ]
 
     proposer.outbox.drain()  # all are ready
 
@@ -282,6 +321,8 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8", help="of each target")
     parser.add_argument("--k", default="4", help="of each profile, or one of all: tokens drafted a round at most")
     parser.add_argument("--rounds", type=int, default=1000, help="of each target")
+    parser.add_argument("--one-pass", action="store_true", help="the drafter drafts a round in one pass")
+    parser.add_argument("--num-paths", type=int, default=1, help="of a one-pass drafter, that a step may verify")
     parser.add_argument("--plot", type=Path, metavar="OUT.png")
     options = parser.parse_args()
     text = TEXTS[options.text]
@@ -297,7 +338,8 @@ def main() -> None:
             rivals = best_rivals(profile, text, batch)
             own = 0.0
             for num_targets in map(int, options.targets.split(",")):
-                speed, tokens = simulate(profile, text, num_targets, batch, k, options.rounds)
+                drafting = options.one_pass, options.num_paths
+                speed, tokens = simulate(profile, text, num_targets, batch, k, options.rounds, *drafting)
                 own = own or speed
                 per_accelerator = speed / ours.accelerators_of(num_targets)
                 gains = {name: per_accelerator / (rival / theirs) for name, (_, rival) in rivals.items()}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy import app, cli
@@ -139,8 +140,10 @@ def test_ports(taken_port: int) -> None:
 
 def test_serve_args_are_a_preset_or_a_tree(outrider_home: Path) -> None:
     assert config_from_args({"config": "smollm2"}).drafter_model
+    (shipped,) = yaml.safe_load((Path(app.__file__).parent / "serve_config.yaml").read_text())["applications"]
+    assert config_from_args(shipped["args"]).serving.gateway == "off"
     assert config_from_args({"target": {"model": "some/model"}}).served_model_name == "model"
-    with pytest.raises(ConfigError, match=r"args\.grpc_port: unknown"):
+    with pytest.raises(ConfigError, match="args: grpc_port: unknown key"):
         config_from_args({"config": "smollm2", "grpc_port": 1})
     with pytest.raises(ConfigError, match="args: targets: unknown key"):
         config_from_args({"target": {"model": "m"}, "targets": 1})

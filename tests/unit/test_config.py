@@ -72,6 +72,15 @@ def test_defaults_are_complete() -> None:
             "drafter.rejection_sample_method: synthetic acceptance",
         ),
         (
+            tree(
+                target={"model": "t", "engine_args": {"decode_context_parallel_size": 2}},
+                drafter=DRAFT_MODEL,
+                speculation={"num_paths": 2},
+            ),
+            "target.engine_args.decode_context_parallel_size: cannot be used with speculation.num_paths",
+        ),
+        (tree(drafter=co_located("custom_class", model="m.C")), "drafter.method: custom_class is how Outrider itself"),
+        (
             tree(drafter=co_located("ngram"), target={"model": "t", "pipeline_parallel_size": 2}),
             "target.pipeline_parallel_size has never been run beside a co-located drafter",
         ),

@@ -12,6 +12,7 @@ from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy import cli
 from outrider.deploy.bench.arguments import add_arguments, candidates, check, load_options
 from outrider.deploy.bench.load import Load
+from outrider.deploy.bench.servers import engine_arguments
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -84,3 +85,10 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts() -> None:
         check(argparse.Namespace(**{**vars(parse("--dataset-path", "d", "--against", "vllm")), "address": "http://h"}))
     with pytest.raises(ConfigError, match="unrecognized arguments: --promts"):
         Load(["--dataset-name", "random", "--promts", "3"])
+
+
+def test_on_cpu_vllm_has_the_kv_cache_of_both_our_engines() -> None:
+    drafter = {"method": "draft_model", "model": "d", "kv_cache_memory_bytes": 100}
+    config = parse_config({"target": {"model": "t", "kv_cache_memory_bytes": 1000}, "drafter": drafter})
+    plain, drafting = (engine_arguments(config, way, gpu=False) for way in (None, {"method": "m", "model": "d"}))
+    assert (plain["kv_cache_memory_bytes"], drafting["kv_cache_memory_bytes"]) == (1000, 1100)

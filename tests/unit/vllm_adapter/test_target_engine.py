@@ -60,7 +60,8 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
             "outrider.actors.vllm_adapter.target_engine.AsyncLLM.from_vllm_config", lambda *_, **__: llm
         )
         config = SimpleNamespace(
-            speculative_config=SimpleNamespace(method="custom_class"), scheduler_config=SimpleNamespace(max_num_seqs=4)
+            speculative_config=SimpleNamespace(method="custom_class"),
+            scheduler_config=SimpleNamespace(max_num_seqs=36, max_num_active_seqs=4),
         )
         return TargetEngine(config, **fields)  # type: ignore[arg-type]
 
