@@ -319,10 +319,16 @@ class LengthController:
         return max(self._rate, self._plain_rate) * self._line()[1]
 
     def round_price(self) -> float:
-        """Returns the tokens that a request makes in the time in which a round is drafted."""
-        rate = max(self._rate, self._plain_rate) / max(len(self._members), 1)
+        """Returns the tokens that a request makes in the time by which drafting after the outcome prolongs a round.
+
+        A chain's round takes as long where one of its requests misses and the others wait.
+        """
+        num = len(self._members)
+        hit_rate = 1.0 - self._origins[DraftOrigin.MISS] / sum(self._origins.values())
+        all_hit = hit_rate**num if num <= _MANY else 1.0
+        rate = max(self._rate, self._plain_rate) / max(num, 1)
         num_steps = max((estimate.chosen.k for estimate in self._members), default=0)
-        return rate * num_steps * (self._tree_step_s or self._draft_step_s)
+        return rate * num_steps * (self._tree_step_s or self._draft_step_s) * all_hit
 
     # What is known.
 

@@ -71,7 +71,7 @@ class PathBudget:
 
         Args:
             token_price: as in `choose`.
-            round_price: tokens that a request makes in the time in which its round is drafted.
+            round_price: tokens that a request makes in the time by which drafting after the outcome prolongs a round.
         """
         brought = self.calibration * self._extra_tokens - token_price * self._extra_rows
         least = round_price * (_STAY_GAIN if self._wanted else _BEGIN_GAIN)

@@ -267,16 +267,16 @@ class Round:
             request.token_ids.extend(token_ids)
             request.proposal, request.asked, request.awaited = None, False, False
             self.statistics.count(drafted, len(token_ids))
+            gained = step.gained.get(request_id, 0)
             if request_id in step.expected:
-                gained = step.gained.get(request_id, 0)
                 self._paths.observe(step.expected[request_id], gained)
                 self.statistics.count_paths(sum(owner == request_id for owner in step.path_rows.values()), gained)
             if self._recorder is not None:
                 self._recorder.record_commit(step, request, len(token_ids))
             if request.trace is not None and self._tracer is not None:
                 self._tracer.committed(request.trace, drafted, len(token_ids), self._drafter.epoch)
-            if drafted:
-                self._lengths.observe_round(request.estimate, drafted, len(token_ids) - 1)
+            if drafted:  # of the main line: a chain has no other
+                self._lengths.observe_round(request.estimate, drafted, len(token_ids) - 1 - gained)
             request.ended = request.is_finished_by(token_ids, self.deployment.max_model_len)
             if request.running and not request.ended:
                 going_on.append(request)

@@ -215,7 +215,7 @@ class Target:
             if request.paths:
                 self._paths.observe(sum(path.gain for path in request.paths), more)
             if request.drafts:
-                self._lengths.observe_round(request.estimate, len(request.drafts), len(ids_) - 1)
+                self._lengths.observe_round(request.estimate, len(request.drafts), len(ids_) - 1 - more)
         self.rounds += 1
         self.tokens += sum(map(len, committed))
         self._asked_s = self._world.now

@@ -37,7 +37,6 @@ LONG_S = 600.0
 """The longer run: a third of it for faults that only cost speed, the rest for all."""
 
 SHORT_S = 60.0
-PATHS_S = 150.0
 SEED = int(os.environ.get("OUTRIDER_CHAOS_SEED", "1"))
 """Decides which faults are chosen and in which order; when they strike depends on the machine."""
 
@@ -93,7 +92,7 @@ def test_paths_while_drafters_die_and_clients_leave(paths: Deployment) -> None:
     """With KV for few: requests are preempted. Paths run until the end, and nothing that they held is kept."""
     harms = tuple(harm for harm in UNNOTICED_FAULTS if harm.what in (DRAFTER, VERIFIER))
     preempted, before = paths.status().target.preemptions, paths.metric(PATH_ROUNDS)
-    survive(paths, harms, PATHS_S, lambda: bool(paths.linked()), num_clients=8)
+    survive(paths, harms, LONG_S, lambda: bool(paths.linked()), num_clients=8)
     wait_until_idle(paths, HANG_GUARD_S)
     assert paths.status().target.preemptions > preempted
     during = paths.metric(PATH_ROUNDS)

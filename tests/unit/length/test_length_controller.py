@@ -62,6 +62,21 @@ def test_a_drafter_that_never_answers_is_found_out():
     assert waited_s < 0.2 * plain_s, "a round on probe costs forty plain ones here, and there are few"
 
 
+@pytest.mark.parametrize(("batch", "share"), [(1, 0.5), (2, 0.25), (9, 1.0)])
+def test_drafting_after_the_outcome_prolongs_no_round_that_waits_for_a_miss(batch, share):
+    """With half of the outcomes missed. Above 8 requests no round of chains waits."""
+    controller = LengthController(8)
+    requests = [controller.track(8) for _ in range(batch)]
+    for turn in range(400):
+        controller.choose(requests)
+        for request in requests:
+            controller.observe_answer(request, (DraftOrigin.MAIN_LINE, DraftOrigin.MISS)[turn % 2], 8, 0.002, 0.0)
+            controller.observe_round(request, 8, 6)
+        controller.observe_step(9 * batch, 0.025)
+    drafted_s = max(request.chosen.k for request in requests) * 0.002
+    assert controller.round_price() == pytest.approx(share * controller.rates()[0] / batch * drafted_s, rel=0.1)
+
+
 def test_drafting_starts_again_when_the_drafter_improves():
     simulation = hopeless_for_good()
     assert not simulation.controller.snapshot()["speculating"]

@@ -102,7 +102,13 @@ def test_a_drafter_that_sends_more_paths_than_asked_for_is_cut_short():
 
 
 def test_rows_of_paths_are_verified_for_their_request_and_counted_with_it():
-    engine = Engine(drafting([1, 2, 3], paths=PATHS), num_paths=4)
+    accepted = []
+
+    class Observed(FixedLengths):
+        def observe_round(self, estimate, *counts):
+            accepted.append(counts)
+
+    engine = Engine(drafting([1, 2, 3], paths=PATHS), num_paths=4, lengths=Observed(4))
     step = settled(engine)
     step.add_path("a/0", "a", step.paths[0][1])
     step.count({"a": 4, "a/0": 4})
@@ -118,6 +124,7 @@ def test_rows_of_paths_are_verified_for_their_request_and_counted_with_it():
     counts = engine.round.status()
     assert (counts["path_rounds"], counts["path_rows"], counts["path_tokens"]) == (1, 1, 2)
     assert (counts["drafted"], counts["accepted"]) == (3, 3)
+    assert accepted == [(3, 1)], "of the main line, for chains to come"
 
 
 @pytest.mark.parametrize(
