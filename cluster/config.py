@@ -481,9 +481,8 @@ class SpeculationConfig(Section):
     """K: maximum draft tokens per round. A request may ask for fewer, or none."""
 
     num_paths: int = Field(1, ge=1, le=MAX_PATHS)
-    """Paths of a request's draft tree that a step may verify, the main line included; each runs its own rows in the
-    target. 1: a chain. More need a draft model that drafts in one pass. Sampled requests need coupled verification for
-    more than one, structured output has one."""
+    """Paths of a request's draft tree that a step may verify, each in rows of its own; 1: a chain. More need a one-pass
+    draft model, and for sampled requests coupled verification. Structured output has one."""
 
     verification: Literal["rejection", "block", "coupled"] | None = None
     """How drafts of sampled requests are verified; every mode is exact ([exactness.md](exactness.md)). ``coupled``

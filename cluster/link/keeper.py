@@ -32,11 +32,10 @@ _READY_TIMEOUT_S = 10.0
 _READY_AMONG_OTHERS_S = 2.0
 """Used instead where another drafter may be asked."""
 
-LOST_S = 60.0
-"""How long to wait for an answer before a drafter is asked once more. After the wall clock is set back, Ray may not
-fail the pending calls of a dead actor."""
-
 _LOOK_S = 1.0
+
+FAILBACK_S = 2.0
+"""How long the assigned drafter must have answered every look before a verifier leaves another one for it."""
 
 
 @dataclass(frozen=True)
@@ -46,49 +45,6 @@ class ReplicaIdentity:
 
     registry: str
     """Name of the registry actor."""
-
-
-class FailbackPolicy:
-    """Decides when a verifier leaves a borrowed drafter for the one that it is assigned.
-
-    That one must have answered every check for some seconds. Their number doubles each time the drafter is left again
-    soon after, so that a verifier does not move back and forth to a drafter that dies of every link.
-    """
-
-    FIRST_S, LONGEST_S = 2.0, 300.0
-    SETTLED_S = 60.0
-    """A link to the assigned drafter that lasted so long resets that number."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._pause_s = self.FIRST_S
-        self._ready_since: float | None = None
-        self._returned_at: float | None = None
-
-    def look(self, ready: bool) -> bool:
-        """Record whether the assigned drafter answers now, while another one serves. Returns whether to move there."""
-        now = self._clock()
-        if not ready:
-            self._ready_since = None
-            return False
-        if self._ready_since is None:
-            self._ready_since = now
-        return now - self._ready_since >= self._pause_s
-
-    def returned(self) -> None:
-        self._returned_at = self._clock()
-
-    def link_ended(self) -> None:
-        since, self._returned_at, self._ready_since = self._returned_at, None, None
-        if since is not None and self._clock() - since >= self.SETTLED_S:
-            self._pause_s = self.FIRST_S
-        elif since is not None:
-            self.failed()
-
-    def failed(self) -> None:
-        """Record that the assigned drafter was ready, and could not be linked to or was soon left."""
-        self._ready_since = None
-        self._pause_s = min(2 * self._pause_s, self.LONGEST_S)
 
 
 class LinkKeeper:
@@ -125,14 +81,15 @@ class LinkKeeper:
         self._vocabulary = marks_of(config.target.model) if isinstance(config.drafter, DraftModelConfig) else ()
         self._pooled = config.remote_drafter is not None and config.remote_drafter.pooled
         self._node = ""
-        self._ready: dict[str, tuple[Any, float]] = {}
-        """By drafter, a call of its `ready` that is not answered yet, and when it was made. A stopped drafter is asked
-        once, not at each try."""
+        self._ready: dict[str, Any] = {}
+        """By drafter, a call of its `ready` that is not answered yet. A stopped one is asked once, not at each try."""
 
         self._stopping = threading.Event()
         self._broken = threading.Event()
         self._link: Link | None = None
-        self._failback = FailbackPolicy()
+        self._ready_since = math.inf
+        """Since when the assigned drafter has answered, while another one serves."""
+
         self._look_at = 0.0
         self._report = LinkReport(state="connecting")
         self._given_up = ""
@@ -241,8 +198,7 @@ class LinkKeeper:
         while not ray.wait([question], timeout=_WATCH_S)[0]:
             if self._stopping.is_set() or time.monotonic() > deadline:
                 raise LinkError(f"{name} is stopped or still loading")
-        del self._ready[name]
-        node: str = ray.get(question)
+        node: str = ray.get(self._ready.pop(name))
         return node
 
     def _serve(self, link: Link, drafter: str) -> tuple[Link, LinkGrant] | None:
@@ -251,7 +207,7 @@ class LinkKeeper:
         Returns the link that is to take its place before that, if there is one, not handed over yet.
         """
         self._link = link
-        self._look_at = time.monotonic() + _LOOK_S
+        self._look_at, self._ready_since = time.monotonic() + _LOOK_S, math.inf
         self._on_link(link)
         self._tell_registry()
         while link.broken is None and not self._stopping.is_set():
@@ -260,7 +216,6 @@ class LinkKeeper:
             if link.broken is None and (another := self._another(drafter)) is not None:
                 return another
         if not self._stopping.is_set():
-            self._failback.link_ended()
             self._given_up = link.broken or ""
             self._report = replace(self._report, state="down", last_error=self._given_up, backend="")
             logger.warning("link of epoch %d is down: %s", self._report.epoch, link.broken)
@@ -283,9 +238,10 @@ class LinkKeeper:
                 self._look_at = math.inf  # its own stays the one
             if assigned in (None, drafter):
                 return None
-            is_ready = self._is_ready(assigned)
-            if not (self._failback.look(is_ready) or (is_ready and assignment.at_once)):
+            self._ready_since = min(self._ready_since, now) if self._is_ready(assigned) else math.inf
+            if now - self._ready_since < (0.0 if assignment.at_once else FAILBACK_S):
                 return None
+            self._ready_since = math.inf
             grant = self._ask_registry("grant", self._verifier(drafter), set(), self._report.epoch)
         except (ray.exceptions.RayError, TimeoutError, ValueError):
             return None  # a new one is made within seconds
@@ -295,9 +251,7 @@ class LinkKeeper:
             link = self._connect(grant)
         except Exception as error:  # noqa: BLE001 - the other drafter serves on
             self._note_failure(error)
-            self._failback.failed()
             return None
-        self._failback.returned()
         logger.info("from %s to %s, as assigned", drafter, assigned)
         return link, grant
 
@@ -307,8 +261,7 @@ class LinkKeeper:
             question = self._question(name)
             if not ray.wait([question], timeout=0)[0]:
                 return False
-            del self._ready[name]
-            ray.get(question)
+            ray.get(self._ready.pop(name))
             self._question(name)
         except (ValueError, ray.exceptions.RayError):
             return False
@@ -316,11 +269,9 @@ class LinkKeeper:
 
     def _question(self, name: str) -> Any:
         """Return the call of the drafter's `ready` that is out, or a new one."""
-        question, asked_s = self._ready.get(name, (None, 0.0))
-        if question is None or time.monotonic() - asked_s > LOST_S:
-            question = ray.get_actor(name, namespace=NAMESPACE).ready.remote()
-            self._ready[name] = question, time.monotonic()
-        return question
+        if name not in self._ready:
+            self._ready[name] = ray.get_actor(name, namespace=NAMESPACE).ready.remote()
+        return self._ready[name]
 
     def _note_failure(self, error: Exception) -> None:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None else error

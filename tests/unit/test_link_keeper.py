@@ -10,8 +10,7 @@ from outrider.cluster.config import ConfigError, parse_config
 from outrider.cluster.drafter_registry import DrafterRegistry, LinkReport, Member
 from outrider.cluster.link import LinkCounters, LinkError
 from outrider.cluster.link import keeper as link_keeper
-from outrider.cluster.link.keeper import FailbackPolicy, LinkKeeper, ReplicaIdentity
-from tests.support.clock import Clock
+from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
 
 SOON_S = 60.0
 
@@ -75,7 +74,7 @@ def prepared(monkeypatch):
     """Not running yet."""
     for constant in ("_WATCH_S", "_LOOK_S", "_FIRST_RETRY_S", "_LONGEST_RETRY_S"):
         monkeypatch.setattr(link_keeper, constant, 0.001)
-    monkeypatch.setattr(FailbackPolicy, "FIRST_S", 0.005)
+    monkeypatch.setattr(link_keeper, "FAILBACK_S", 0.005)
     return ScriptedKeeper()
 
 
@@ -109,8 +108,7 @@ def test_a_borrowed_drafter_is_left_when_its_own_is_back(keeper):
 
 
 def test_a_drafter_that_is_about_to_go_is_left_without_a_while(prepared, monkeypatch):
-    monkeypatch.setattr(FailbackPolicy, "FIRST_S", 1e6)
-    prepared._failback = FailbackPolicy()
+    monkeypatch.setattr(link_keeper, "FAILBACK_S", 1e6)
     prepared._pooled = True
     prepared.members.leave("r1")
     prepared.members.leave("r2")
@@ -141,51 +139,15 @@ def test_epochs_go_on_behind_those_of_a_registry_that_was_lost(keeper):
     assert keeper.next_link().epoch > link.epoch
 
 
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-def looks_until_due(homing, clock):
-    """Looks once a second at a drafter that always answers. Returns how long it took."""
-    start = clock.now
-    while not homing.look(True):
-        clock.now += 1
-    return clock.now - start
-
-
-def test_a_borrower_goes_home_when_its_own_has_been_ready_for_a_while(clock):
-    homing = FailbackPolicy(clock)
-    assert not homing.look(False)
-    assert not homing.look(True)
-    clock.now += FailbackPolicy.FIRST_S / 2
-    assert not homing.look(False), "gone again: the while begins anew"
-    assert looks_until_due(homing, clock) == FailbackPolicy.FIRST_S
-
-
-def test_a_home_that_is_left_soon_is_gone_to_less_and_less_often(clock):
-    homing = FailbackPolicy(clock)
-    waits = []
-    for _ in range(12):
-        waits.append(looks_until_due(homing, clock))
-        homing.returned()
-        clock.now += FailbackPolicy.SETTLED_S / 2
-        homing.link_ended()
-    assert waits[:4] == [FailbackPolicy.FIRST_S * 2**n for n in range(4)]
-    assert waits[-1] == FailbackPolicy.LONGEST_S
-    homing.returned()
-    clock.now += FailbackPolicy.SETTLED_S
-    homing.link_ended()
-    assert looks_until_due(homing, clock) == FailbackPolicy.FIRST_S, "that one lasted"
-
-
-def test_a_home_that_cannot_be_linked_to_is_tried_less_often_and_borrowed_links_say_nothing(clock):
-    homing = FailbackPolicy(clock)
-    homing.link_ended()
-    assert looks_until_due(homing, clock) == FailbackPolicy.FIRST_S
-    homing.failed()
-    homing.link_ended()
-    assert looks_until_due(homing, clock) == 2 * FailbackPolicy.FIRST_S
+def test_a_borrowed_drafter_is_kept_until_its_own_has_been_ready_for_a_while(prepared, monkeypatch):
+    monkeypatch.setattr(link_keeper, "FAILBACK_S", 1e6)
+    with running(prepared) as keeper:
+        lose(keeper, keeper.next_link(), {"D1"})
+        assert keeper.next_link().drafter == "D2"
+        keeper.alive.add("D1")
+        for _ in range(5):
+            assert keeper.looked.acquire(timeout=SOON_S)
+        assert keeper.links.empty()
 
 
 @pytest.mark.parametrize("backend", ["nccl", "hccl", "xccl"])
