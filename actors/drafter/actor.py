@@ -27,8 +27,7 @@ from outrider.actors.observability.logs import configure as configure_logging
 from outrider.cluster.config import DraftModelConfig, RemoteConfig, SpeculationConfig
 from outrider.cluster.installed import import_early
 from outrider.cluster.link import Link, LinkInvitation, join_link
-from outrider.cluster.link.codec import unpack
-from outrider.cluster.link.messages import Message
+from outrider.cluster.link.messages import Message, unpack
 from outrider.cluster.placement import (
     NAMESPACE,
     OWN_GPUS,

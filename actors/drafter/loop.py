@@ -30,7 +30,6 @@ from outrider.actors.drafter.proposer import Proposer, Sequence, SequenceKey
 from outrider.actors.learning.texts import Text
 from outrider.actors.learning.training_samples import SampleCollector
 from outrider.cluster.link import Link, LinkBroken
-from outrider.cluster.link.codec import pack
 from outrider.cluster.link.messages import (
     Close,
     Commit,
@@ -40,6 +39,7 @@ from outrider.cluster.link.messages import (
     Proposals,
     ProposalStatus,
     TrainingSample,
+    pack,
 )
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from contextlib import suppress
 
 from outrider.actors.round.request import Request
 from outrider.cluster.link import Link, LinkBroken, Received
-from outrider.cluster.link.codec import pack
 from outrider.cluster.link.messages import (
     MAX_NAME_LENGTH,
     Close,
@@ -25,6 +24,7 @@ from outrider.cluster.link.messages import (
     Proposals,
     ProposalStatus,
     TrainingSample,
+    pack,
 )
 
 logger = logging.getLogger(__name__)

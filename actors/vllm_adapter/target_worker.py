@@ -23,9 +23,8 @@ from outrider.actors.vllm_adapter.executor import sleep_early
 from outrider.actors.vllm_adapter.target_runner import RoundRunner
 from outrider.actors.vllm_adapter.target_sampler import TargetSampler
 from outrider.cluster.config import DraftModelConfig, MLPSpeculatorConfig, OutriderConfig
-from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
-from outrider.cluster.link.messages import Message
+from outrider.cluster.link.messages import Message, unpack
 
 
 class RemoteProposer:

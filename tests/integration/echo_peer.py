@@ -20,7 +20,7 @@ from pathlib import Path
 
 import tests.support.devices.cpu_device  # noqa: F401 - registers its backend
 from outrider.cluster.link import Link, LinkError, host_link, join_link
-from outrider.cluster.link.codec import pack, unpack
+from outrider.cluster.link.messages import pack, unpack
 
 VOCAB, K = 1000, 4
 DEADLINE_S = 2.0

@@ -15,8 +15,7 @@ import torch
 
 from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.link import LinkError, WireError
-from outrider.cluster.link.codec import pack
-from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals
+from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, pack
 from outrider.cluster.modes import Mode
 from tests.integration.echo_peer import DEADLINE_S, HANG_S, K, Peer, connected
 from tests.support.devices import cpu_device

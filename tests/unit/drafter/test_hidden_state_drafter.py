@@ -10,7 +10,7 @@ from outrider.actors.drafter.hidden_state_drafter import HiddenStateDrafter
 from outrider.actors.round.length import FixedLengths
 from outrider.actors.round.round import Round, Step
 from outrider.cluster.config import LinkConfig
-from outrider.cluster.link.codec import unpack
+from outrider.cluster.link.messages import unpack
 from tests.unit.round.scripted_link import DEPLOYMENT, PROMPT, arrival
 
 K = 3

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from outrider.cluster.link.codec import pack, unpack
 from outrider.cluster.link.messages import (
     MAX_ADAPTERS,
     MAX_BIAS,
@@ -20,6 +19,8 @@ from outrider.cluster.link.messages import (
     ProposalStatus,
     SparseQ,
     TrainingSample,
+    pack,
+    unpack,
 )
 from outrider.cluster.modes import Mode
 

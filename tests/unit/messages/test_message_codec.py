@@ -4,7 +4,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.cluster.link.codec import pack, unpack
 from outrider.cluster.link.messages import (
     Commit,
     DraftOrigin,
@@ -13,6 +12,8 @@ from outrider.cluster.link.messages import (
     PrefetchedProposal,
     Proposals,
     SparseQ,
+    pack,
+    unpack,
 )
 from tests.unit.messages.message_samples import (
     EVERY_KIND,

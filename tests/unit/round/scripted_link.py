@@ -9,8 +9,7 @@ from outrider.actors.round.request import Deployment, Draft
 from outrider.actors.round.round import Arrival, Round, Step
 from outrider.cluster.config import LinkConfig
 from outrider.cluster.link import LinkBroken, Received
-from outrider.cluster.link.codec import unpack
-from outrider.cluster.link.messages import Commit, Open, Proposals, ProposalStatus
+from outrider.cluster.link.messages import Commit, Open, Proposals, ProposalStatus, unpack
 
 PROMPT = [5, 6, 7]
 DEPLOYMENT = Deployment(
