@@ -1,4 +1,4 @@
-"""Configures Serve's proxies where they have no option: address and keepalive of gRPC, reflection, cancellation.
+"""Configures Serve's proxies where they have no option: address and keepalive of gRPC, reflection, clients that leave.
 
 Serve calls `middlewares` in each proxy before it starts its servers, by
 ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``, which `outrider serve` sets. It adds no middleware.
@@ -16,7 +16,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import aio
 from ray.serve._private import default_impl
 from ray.serve._private.constants import DEFAULT_GRPC_SERVER_OPTIONS
-from ray.serve._private.proxy_request_response import gRPCStreamingType
+from ray.serve._private.logging_utils import format_grpc_peer_address
+from ray.serve._private.proxy_request_response import gRPCProxyRequest, gRPCStreamingType
 from starlette.middleware import Middleware
 
 from outrider.actors.serve_adapter import GRPC_HOST_VARIABLE
@@ -39,7 +40,16 @@ def middlewares() -> list[Middleware]:
     silence_client_disconnect_logs()
     DEFAULT_GRPC_SERVER_OPTIONS[:] = [*DEFAULT_GRPC_SERVER_OPTIONS, *PINGS]
     default_impl.add_grpc_address = add_grpc_address
+    gRPCProxyRequest.client = property(client_address)
     return []
+
+
+def client_address(request: gRPCProxyRequest) -> str:
+    """Returns a gRPC client's address for Serve's access log, as it was when the call began.
+
+    Serve asks gRPC when the call has ended, and where the client has left, that ends the process (SIGSEGV).
+    """
+    return format_grpc_peer_address(request.ray_serve_grpc_context.peer())
 
 
 def add_grpc_address(server: Any, address: str) -> None:
