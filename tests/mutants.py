@@ -42,7 +42,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 AREAS = {
-    "round": ("actors/round", "round length serving/routing/test_fair_order.py test_deadlines.py"),
+    "round": ("actors/round", "round length serving/routing/test_fair_order.py test_deadlines.py test_round_origins.py"),
     "verification": ("actors/verification", "verification"),
     "drafter": ("actors/drafter", "drafter"),
     "link": (
@@ -401,6 +401,7 @@ def main() -> int:
     killed: Counter[str] = Counter()
     for area in options.area:
         of_area = [mutant for mutant in drawn if mutant.area == area]
+        print(f"{area:13} its tests run once without a mutant", flush=True)
         for mutant, killer in judge(of_area):
             change = f"{mutant.path}:{mutant.line} {mutant.kind}: {mutant.was} -> {mutant.text}"
             print(f"killed   {change} by {killer}" if killer else f"SURVIVED {change}", flush=True)
