@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# oneDNN keeps the code of the last 1,024 shapes of a batch, 300 MiB and more, which would look like a leak.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 os.environ.setdefault("OTEL_TRACES_SAMPLER_ARG", "0")  # nothing is traced but what a caller asks for
 os.environ.setdefault("OUTRIDER_GATEWAY_TOKEN", "the-secret-of-the-tests-gateway")
 # Ray's workers give way to everything else: servers would wait for the other half of the tests, and for its browser.

@@ -38,11 +38,15 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
 AREAS = {
-    "round": ("actors/round", "round length serving/routing/test_fair_order.py test_deadlines.py test_round_origins.py"),
+    "round": (
+        "actors/round",
+        "round length serving/routing/test_fair_order.py test_deadlines.py test_round_origins.py",
+    ),
     "verification": ("actors/verification", "verification"),
     "drafter": ("actors/drafter", "drafter"),
     "link": (
@@ -330,6 +334,7 @@ def _pytest(copy: Path, files: list[str], mutants: Sequence[Mutant] | None, resu
     sys.path[:] = [str(copy.parent / "path"), str(copy), *(path for path in sys.path if path != str(ROOT))]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
+    torch.set_num_threads(1)  # torch's other threads would be missing in the forks, which would wait for them
     output = os.open(copy.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
