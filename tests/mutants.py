@@ -59,7 +59,7 @@ AREAS = {
         "cluster/drafter_registry.py cluster/registry.py",
         "test_drafter_registry.py serving/test_registry_client.py serving/test_pool_scaling.py",
     ),
-    "learning": ("actors/learning", "learning"),
+    "learning": ("actors/learning", "learning drafter/test_training_samples.py drafter/test_learning_member.py"),
 }
 """Product files or folders, and by their places from tests/unit the tests that should see a fault in them."""
 

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[3]
 def run(module: str) -> str:
     """What it prints. The interpreter must be chosen before Triton is imported, and other tests import it without.
     Raises AssertionError with all of its output when it fails."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)]).lstrip(os.pathsep)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-m", module],
         cwd=ROOT,

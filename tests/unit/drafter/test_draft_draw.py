@@ -130,6 +130,15 @@ def test_extreme_temperatures_are_no_harm(mode, temperature):
         SparseQ(drawn.q_ids[None], drawn.q_probs[None])
 
 
+@pytest.mark.parametrize("top_k", [VOCAB, VOCAB + 1])
+def test_a_top_k_of_all_tokens_limits_nothing(top_k):
+    logits, modes = random_logits(20), (Mode.COUPLED, Mode.REJECTION)
+    samplings = [[DraftSampling(mode, temperature=3.0, top_k=k, seed=3) for mode in modes * 10] for k in (0, top_k)]
+    free, limited = ([one.token for one in draw(logits, [draw_of(each) for each in of])] for of in samplings)
+    assert limited == free
+    assert free != logits.argmax(1).tolist()
+
+
 def test_greedy_alternatives_are_the_next_logits_with_plain_probabilities():
     logits = random_logits(1)
     (drawn,) = draw(logits, [draw_of(DraftSampling(temperature=0.0), alternatives=3)])

@@ -114,7 +114,8 @@ def test_checkpoints_are_told_apart_in_a_moment_wherever_they_lie(base, tmp_path
 
 def test_a_version_that_a_drafter_could_not_load_is_not_given_to_it_again():
     made = learner()
-    server = VersionServer(made, "base", lambda tensors: tensors)
+    put = []
+    server = VersionServer(made, "base", lambda tensors: put.append(tensors) or tensors)
 
     def offered(held=None, refused=None, drafter="one"):
         update = server.exchange(Report(drafter, held, refused), [])
@@ -130,6 +131,7 @@ def test_a_version_that_a_drafter_could_not_load_is_not_given_to_it_again():
     assert offered(drafter="another") == 1
     serve(made)
     assert offered() == 2
+    assert len(put) == 2, "each version once"
 
 
 def text(*ids, prompt=0):
