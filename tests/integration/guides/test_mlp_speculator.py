@@ -43,6 +43,7 @@ def job(models, greedy, tmp_path_factory):
     return make
 
 
+@pytest.mark.exhaustive
 def test_greedy_tokens_are_the_targets_own(job, greedy):
     (found,) = run_jobs([job(GREEDY, adaptive=True)])
     assert "error" not in found, found

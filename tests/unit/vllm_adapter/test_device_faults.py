@@ -211,7 +211,8 @@ def check_distribution(answers: Collection[list[int]], prompt: list[int], temper
     assert tail_of_chi_square(statistic, len(cells) - 1) > 1e-5
 
 
-@pytest.mark.parametrize("verification", ["rejection", pytest.param("block", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_sampled_tokens_are_distributed_as_those_of_plain_decoding(tmp_path, verification):
     """Given a seed each, so that the test is the same every time."""
     temperature, top_k, count = 2.0, 3, 400
