@@ -818,13 +818,8 @@ class OutriderConfig(Section):
                 raise ValueError(f"drafter.draft_vocab_size: is below speculation.draft_top_n ({top_n}); raise it")
             if unknown := [module.name for module in drafter.lora_modules if module.name not in names]:
                 raise ValueError(f"drafter.lora_modules: {unknown[0]!r} is none of target.lora_modules; remove it")
-        has_trees = isinstance(drafter, DraftModelConfig) and self.target.schedules_ahead
-        if self.speculation.num_paths > 1 and not has_trees:
-            needs = "needs drafter.method: draft_model and a target without async_scheduling: false or pipeline stages"
-            raise ValueError(f"speculation.num_paths: {self.speculation.num_paths} {needs}; leave it out")
-        for name in ("kv_transfer_config", "decode_context_parallel_size"):
-            if self.speculation.num_paths > 1 and self.target.engine_args.get(name) not in (None, 1):
-                raise ValueError(f"target.engine_args.{name}: cannot be used with speculation.num_paths; remove one")
+        if self.speculation.num_paths > 1:
+            self._check_paths()
         if isinstance(drafter, CoLocatedConfig):
             self._check_co_located()
         elif drafter is not None and self.link.backend in DEVICE_BACKENDS:
@@ -834,6 +829,15 @@ class OutriderConfig(Section):
             if drafter.tensor_parallel_size > 1:
                 raise ValueError(f"{needs}; a drafter whose tensor_parallel_size is above 1 has none; use auto")
         return self
+
+    def _check_paths(self) -> None:
+        """Refuses what cannot verify several paths of a request."""
+        if not (isinstance(self.drafter, DraftModelConfig) and self.target.schedules_ahead):
+            needs = "needs drafter.method: draft_model and a target without async_scheduling: false or pipeline stages"
+            raise ValueError(f"speculation.num_paths: {self.speculation.num_paths} {needs}; leave it out")
+        for name in ("kv_transfer_config", "decode_context_parallel_size"):
+            if self.target.engine_args.get(name) not in (None, 1):
+                raise ValueError(f"target.engine_args.{name}: cannot be used with speculation.num_paths; remove one")
 
     def _check_co_located(self) -> None:
         """Refuses what vLLM's own rounds would ignore, or have never been run with."""

@@ -324,8 +324,7 @@ class LengthController:
         A chain's round takes as long where one of its requests misses and the others wait.
         """
         num = len(self._members)
-        hit_rate = 1.0 - self._origins[DraftOrigin.MISS] / sum(self._origins.values())
-        all_hit = hit_rate**num if num <= _MANY else 1.0
+        all_hit = (1.0 - self._chain_miss_share()) ** num if num <= _MANY else 1.0
         rate = max(self._rate, self._plain_rate) / max(num, 1)
         num_steps = max((estimate.chosen.k for estimate in self._members), default=0)
         return rate * num_steps * (self._tree_step_s or self._draft_step_s) * all_hit
@@ -360,7 +359,10 @@ class LengthController:
         return survival * (np.arange(self._max_tokens) < max_drafts[:, None])
 
     def _miss_share(self) -> float:
-        return 1.0 if self._trees else self._origins[DraftOrigin.MISS] / sum(self._origins.values())
+        return 1.0 if self._trees else self._chain_miss_share()
+
+    def _chain_miss_share(self) -> float:
+        return self._origins[DraftOrigin.MISS] / sum(self._origins.values())
 
     def _wait_s(self, k_miss: int, missed: bool) -> float:
         """Returns the expected wait of a round in which misses get k_miss drafts.

@@ -19,7 +19,7 @@ from tests.support.models.updating_llm import run_updates
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
 
-UPDATES = 10
+UPDATES = 20
 MAX_TOKENS = 60
 REQUESTS = 60
 ENGINE = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20}

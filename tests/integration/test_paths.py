@@ -58,7 +58,7 @@ def answers(found: dict[str, Any]) -> list[list[int]]:
 
 FEW_BLOCKS = {"max_num_seqs": 64, "kv_cache_memory_bytes": 40 * BLOCK_BYTES}
 VARIANTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "one rank": (24, {}, []),
+    "one rank": (40, {}, []),
     "200 prompts": (160, {}, []),
     "a drafter that dies": (160, {}, ["kill"]),
     "two ranks": (40, {"tensor_parallel_size": 2}, []),

@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 
 import grpc
+import pytest
+from ray.serve._private import default_impl
 from ray.serve._private.proxy_request_response import gRPCProxyRequest
 
-from outrider.actors.serve_adapter.proxy import client_address
+from outrider.actors.serve_adapter import proxy
 
 
-def test_a_client_s_address_is_known_when_its_call_has_ended() -> None:
+def test_a_client_s_address_is_known_when_its_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve logs it then. To ask gRPC itself for it ends the process once the client has left."""
+    monkeypatch.setattr(gRPCProxyRequest, "client", gRPCProxyRequest.client)  # what `middlewares` sets is undone
+    monkeypatch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)
+    monkeypatch.setattr(proxy, "DEFAULT_GRPC_SERVER_OPTIONS", [])
+    proxy.middlewares()
     requests: list[gRPCProxyRequest] = []
 
     async def stream(request: bytes, context: grpc.aio.ServicerContext) -> None:
@@ -32,4 +38,4 @@ def test_a_client_s_address_is_known_when_its_call_has_ended() -> None:
         await server.stop(None)
 
     asyncio.run(leave())
-    assert client_address(requests[0]).startswith("127.0.0.1:")
+    assert requests[0].client.startswith("127.0.0.1:")
